@@ -2,7 +2,7 @@
 
 By default, a client's records are a shard of the server's data set. A node is a machine with one client. The owner of a
 node may give the node its own data set: ``--node-config 'data="npz:/data/ours.npz" state="/var/lib/fl-sim"'``. The
-client then trains on all training records of that data set. It stores its client state in the folder ``state``. The
+client then trains on all training records of its own data set. It stores its client state in the folder ``state``. The
 server learns neither of the two paths.
 """
 
@@ -64,7 +64,7 @@ def task_of(client: Client) -> ClientTask:
 
     The function also sets PyTorch's number of threads for this task.
 
-    Raises RunError if the experiment has no such task, or if the client's policy forbids the task.
+    Raises RunError if the experiment does not have this task, or if the client's policy forbids the task.
     """
     name, tasks = client.config.task, {wire.TRAIN: Train(), **client.runtime.tasks}
     if name not in tasks:
@@ -75,7 +75,7 @@ def task_of(client: Client) -> ClientTask:
     task = tasks[name]
     if client.policy and type(task) is Train:
         task.check(client)
-    # a user-defined task counts as reading records: the ``reads_records = False`` of its class may be wrong
+    # the policy treats every user-defined task as one that reads records: ``reads_records = False`` may be wrong
     elif client.policy:
         client.policy.check_training(own_records=task.reads_records or is_own_kind(task))
     client.runtime.use_threads()
@@ -107,7 +107,7 @@ def train_together(
                 for job, message in zip(jobs, messages, strict=True)
             ]
             for job in {id(job.guards[0]): job for job in jobs}.values():
-                # look for illegal writes to the broadcast tensors; one check covers all clients that share them
+                # check that no client wrote to the broadcast tensors: one check for all clients with the same tensors
                 job.check_bits()
             return replies
 

@@ -2,8 +2,8 @@
 
 These layers wrap every round, and are not layers of the network. Server and client each build the same layers from the
 experiment. A client passes the task from the server through all layers, from the outermost to the innermost. Then it
-trains, and passes its update back through all layers. The server asks the layers for payload templates (names and
-shapes of the tensors in an update). It also unpacks updates with methods of the layers.
+trains, and passes its update back through all layers. On the server, the layers return payload templates (names and
+shapes of the tensors in an update), and unpack updates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Payer(Protocol):
     """The data with which a layer writes a round's privacy cost into a client's privacy ledger.
 
-    The class ``Client`` has these attributes, too.
+    The class ``Client`` also has these attributes.
     """
 
     @property
@@ -75,8 +75,8 @@ class ClientLayer:
     """The client half of a layer, such as compression. It changes the messages between the server and the algorithm.
 
     By default the layer changes nothing. ``protects``: True if an update is differentially private for each record of
-    the client. Such updates need no ``allow_raw_updates`` in the policy of the client's owner; the policy limits their
-    privacy cost instead. ``only_sums``: True if the server sees only the sum of all clients' updates.
+    the client. These updates need no ``allow_raw_updates`` in the policy of the client's owner; the policy limits the
+    privacy cost of these updates. ``only_sums``: True if the server sees only the sum of all clients' updates.
     """
 
     protects: ClassVar[bool] = False
@@ -154,7 +154,7 @@ class ClientLayer:
         return {}
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the size after compression of each payload that this layer compresses, by the payload's name.
+        """Return {payload name: size after compression} for the payloads that this layer compresses.
 
         ``template``: names and shapes of the payloads. ``model``: the model that clients receive.
         """
@@ -172,8 +172,8 @@ class ClientLayer:
     def beside(self, others: Sequence[ClientLayer]) -> ClientLayer:
         """Return the layer for a run whose clients have models of different architectures.
 
-        ``others``: this layer as built for each architecture, including this object. In such a run, the client states
-        of all clients must contain tensors of the same names and shapes.
+        ``others``: one copy of this layer for each architecture, including this object. In such a run, the client
+        states of all clients must contain tensors of the same names and shapes.
         """
         del others
         return self
@@ -190,8 +190,8 @@ class ClientLayer:
 def _checked(name: str, wanted: Any) -> Any:
     """Return a method that calls the user's method ``name`` and checks that its result has the type ``wanted``.
 
-    ``wanted``: a type, or the import path of the type, for types that load slowly. Error messages name the user's
-    method, with file and line.
+    ``wanted``: a type, or the import path of a type whose module loads slowly. Error messages name the user's method,
+    with file and line.
     """
 
     def method(self: OwnClientLayer, *given: Any) -> Any:

@@ -42,7 +42,7 @@ class OnClient:
     """The records and the trainer that an algorithm may use on its client, such as in ``start``.
 
     ``records``: the client's training records. ``seed``: the run's seed, for random numbers (``fl_sim.seeding.rng``).
-    ``validation``: the client's own validation records, while the client's own models are measured; None otherwise.
+    ``validation``: the client's validation records while the client's own models are measured, otherwise None.
     """
 
     records: Records
@@ -51,7 +51,7 @@ class OnClient:
     validation: Records | None = None
 
     def scores(self, params: Params) -> Scores:
-        """Return the scores of a model on the client's training records. The client must hold at least one record."""
+        """Return the scores of a model on the client's training records. The client must have at least one record."""
         return self.trainer.evaluate(params, *self.records.tensors())
 
 
@@ -63,7 +63,7 @@ class CustomStart(Protocol):
     """
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return ``task`` with the client's initial parameters of the round; only their values may differ."""
+        """Return ``task`` with the client's initial parameters of the round. Their names and shapes stay the same."""
         ...
 
 
@@ -127,7 +127,7 @@ class Client:
     ``content``: the content of the message, as a Flower ``RecordDict``. ``policy``: the privacy limits that the
     client's owner has set, or None. ``ticket``: a proof that the privacy cost of the task is already in the client's
     privacy ledger. A worker that cannot access the client's files needs this proof. ``check``: a function that long
-    tasks call repeatedly. It aborts the task by an exception. ``read``: a function that unpacks the tensors of a
+    tasks call repeatedly. It raises an exception to abort the task. ``read``: a function that unpacks the tensors of a
     message. The clients of a round may share the unpacked tensors.
     """
 
@@ -222,8 +222,7 @@ class Grouped(Protocol):
     def run_together(self, clients: Sequence[Client]) -> list[RecordDict | Exception]:
         """Return for each client its answer, or the exception that ended its task.
 
-        A client's function ``check`` aborts tasks by an exception. This exception ends the computation for all
-        clients.
+        If the function ``check`` of a client raises an exception, the computation ends for all clients.
         """
         ...
 
@@ -470,6 +469,6 @@ def prepared(jobs: Sequence[tuple[ClientRuntime, LocalJob]], *, stacked: bool = 
 RuntimeFactory: TypeAlias = Callable[..., ClientRuntime]
 """A function (experiment as JSON, data root) -> ClientRuntime. The function is expected to cache its results.
 
-For a node with its own records, the function takes three more arguments. They are the name of the node's data set, the
-client number, and the public facts about the server's records, as JSON.
+For a node with its own records, the function takes three more arguments. These arguments are the name of the node's
+data set, the client ID, and public facts about the server's records, as JSON.
 """

@@ -44,8 +44,8 @@ with other predictions.
 TRAINED: Final = "trained"
 """The name of the model after further training: the received model after one more round of local training.
 
-With an algorithm of the class ``OwnModel``, it is the name of the personal model, without further training. With an
-algorithm that adapts the received model (``Adapting``), it is the name of the adapted model.
+With an algorithm of the class ``OwnModel``, ``TRAINED`` is the name of the personal model, without further training.
+With an algorithm that adapts the received model (``Adapting``), ``TRAINED`` is the name of the adapted model.
 """
 
 FINE_TUNED: Final = "fine_tuned"
@@ -100,7 +100,7 @@ class OwnPredictions(Protocol):
 
 @dataclass(frozen=True)
 class EvaluateOwn:
-    """The client task that counts correct predictions of a client's models on its own records, by class.
+    """The client task that counts, by class, the correct predictions of a client's models on the client's own records.
 
     ``own_records``: the test and validation records of each client, which may be empty. ``is_tested``: True if models
     are measured on test records. ``trains``: True if models are also measured after further training by the client (one
@@ -258,7 +258,7 @@ class OwnRecords(Protocol):
 
 def counts_of(scores: Scores, num_classes: int) -> NDArray[np.int64]:
     """Return for each class the numbers of records, predictions and correct predictions, shape (3, classes)."""
-    # some models make several predictions per record: all of them count for the record's class
+    # some models make several predictions per record: every prediction is counted for the record's class
     if scores.counts is not None:
         right, held = (np.bincount(scores.labels, one, num_classes) for one in scores.predictions)
         return np.stack([held, held, right]).astype(np.int64)

@@ -2,7 +2,8 @@
 
 From these sums, the server makes images and trains the first model on them. Every answer of a client is one vector. The
 server clips the norm of each vector before it adds the clients' vectors and the noise. So the privacy unit is a client
-with all its records. Each question depends on the noisy sum of the answers to the previous question.
+with all its records. In each step, the server asks a question that depends on the noisy sum of the answers to the
+previous question.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from fl_sim.importing import torch
 SENSITIVITY: Final = math.sqrt(2)
 """The L2 norm of a record's products: |z z'|^2 + |z y'|^2 = |z|^4 + |z|^2 <= 2.
 
-The norm of z z' counts each number outside the diagonal twice, as ``clients.moments.triangle_of`` does.
+The norm of z z' includes each number outside the diagonal twice. The vector form ``clients.moments.triangle_of`` has
+the same norm.
 """
 
 STEP: Final = 2.0**-16

@@ -17,7 +17,7 @@ from fl_sim.importing import torch
 
 # below this frequency, the public spectrum is nearly flat; the unit is half periods per image side
 _CORNER: Final = 2.0
-_COLOUR: Final = 3  # one step along the channel axis (colour) counts as this frequency, in half periods per image side
+_COLOUR: Final = 3  # the frequency of one step along the channel axis (colour), in half periods per image side
 
 _TURN: Final = math.radians(10)
 _STRETCH: Final = 0.1  # the largest scaling, as a fraction of a side's length
@@ -30,7 +30,7 @@ def lowest_frequencies(shape: tuple[int, ...], number: int) -> tuple[NDArray[np.
 
     If a record has fewer frequencies, return all of them. Positions are indices into the flattened cosine transform.
     The variances are those of typical images: they fall with the square of the frequency, and they add up to 1.
-    Differences between the channels of an image (its colours) count as low frequencies, because brightness alone
+    Differences between the channels of an image (its colours) are treated as low frequencies, because brightness alone
     distinguishes few classes.
     """
     indices = list(np.meshgrid(*(np.arange(size) for size in shape), indexing="ij"))
@@ -88,10 +88,10 @@ def clamped(basis: Array, coefficients: Array) -> Array:
 def before_clamping(mean: Array, root: Array, clamp: Callable[[Array], Array]) -> tuple[Array, Array]:
     """Return (mean', root') such that draws from N(mean', root' root'^T) have the wanted moments after clamping.
 
-    ``mean`` (d,), ``root`` (d, d): the wanted moments are those of N(mean, root root^T). ``clamp``: a function from
-    draws (n, d) to the clamped draws. Clamping pixels to [-1, 1] changes the moments of the drawn images. Backgrounds
-    become too light, and strokes too pale. The function finds the distribution by iteration on fixed draws. Every
-    iteration adds half of the mean's error to the mean. It corrects half of the covariance's error by the optimal
+    ``mean`` (d,), ``root`` (d, d): the wanted moments are the moments of N(mean, root root^T). ``clamp``: a function
+    from draws (n, d) to the clamped draws. Clamping pixels to [-1, 1] changes the moments of the drawn images.
+    Backgrounds become too light, and strokes too pale. The function finds the distribution by iteration on fixed draws.
+    Every iteration adds half of the mean's error to the mean. It corrects half of the covariance's error by the optimal
     transport map between two normal distributions (Olkin and Pukelsheim 1982).
 
     If no normal distribution has the wanted moments after clamping, the result is an approximation. ``mean`` and

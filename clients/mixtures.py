@@ -33,7 +33,7 @@ class ClassMixture:
     covariances: Array
 
     def draw(self, number: int, generator: np.random.Generator) -> Array:
-        """Return ``number`` samples, shape (number, d), sorted by component. Negative variances count as 0."""
+        """Return ``number`` samples, shape (number, d), sorted by component. Negative variances are replaced by 0."""
         counts = generator.multinomial(number, self.weights / self.weights.sum())
         drawn = [
             mean + generator.standard_normal((count, len(mean))) @ _root(covariance)
@@ -57,15 +57,15 @@ class MixtureForm:
     added_variance: float
 
     def width(self, num_features: int) -> int:
-        """Return the length of a row: the number of records, and K weights, means and covariances."""
+        """Return the length of a row. A row contains the number of records, and K weights, means and covariances."""
         return 1 + self.components * (1 + num_features + self._size(num_features))
 
     def rows(self, features: Array, labels: NDArray[np.int64], num_classes: int, seed: int) -> Array:
         """Return a row for the mixture of each class, shape (classes, width), zeros for a class without records.
 
-        ``features``: (n, d), ``labels``: (n,); n may be 0. A class with fewer records than K has as many components as
-        records; the other components have the weight 0. ``seed``: the seed of k-means, with which the fit starts.
-        Raises UserError if the variances of the features are too small for ``added_variance``.
+        ``features``: (n, d), ``labels``: (n,); n may be 0. For a class with fewer records than K, the number of
+        components is the number of records; all other components have the weight 0. ``seed``: the seed of k-means, with
+        which the fit starts. Raises UserError if the variances of the features are too small for ``added_variance``.
         """
         rows = np.zeros((num_classes, self.width(features.shape[1])))
         for label in np.unique(labels):
@@ -110,8 +110,8 @@ class MixtureForm:
                 fit.fit(given)
             except ValueError as error:
                 raise UserError(
-                    f"algorithm.added_variance={self.added_variance:g} is too small for the features of a client, "
-                    "whose variances then are not positive after rounding: set a larger one, or "
+                    f"algorithm.added_variance={self.added_variance:g} is too small for the features of a client: "
+                    "their variances are not positive after rounding; set a larger value, or "
                     f"algorithm.covariance=diag or spherical ({error})"
                 ) from error
         covariances = fit.covariances_ if self.covariance != "spherical" else fit.covariances_[:, None]

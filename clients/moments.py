@@ -68,7 +68,7 @@ def moments_of(features: Array, labels: NDArray[np.int64], num_classes: int, wei
     """Return for each class its number of records, the sum of ``features`` (n, d), and the sum of outer products.
 
     The outer products are in the form of ``triangle_of``. The result has shape (num_classes, num_moments(d)), with
-    zeros for a class without records. The number of records n may be 0. Record i counts ``weights[i]`` times. The
+    zeros for a class without records. The number of records n may be 0. Record i has the weight ``weights[i]``. The
     calibration method CCVR uses the inputs of the model's last layer as features, and computes means and covariances
     from these sums (Luo et al. 2021, section 4.2).
     """

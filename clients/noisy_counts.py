@@ -3,12 +3,12 @@
 The model is the client's own model. The privacy unit is one test record of the client. Adjacency is zero-out: one
 record is replaced by nothing, while the number of test records stays public. The sensitivity of the count is 1. So one
 count with Gaussian noise of standard deviation s is a Gaussian mechanism with noise multiplier s. The cost of k counts
-is that of k such mechanisms (adaptive composition).
+is the cost of k Gaussian mechanisms (adaptive composition).
 
 The client's training records and test records are disjoint. The measured model depends only on results that the private
-training has already released. So a count has no privacy cost for a training record, and training has no cost for a test
-record (parallel composition). The client's privacy ledger nevertheless adds up both costs. The total is an upper bound
-for each record.
+training has already released. So a count has no privacy cost for a training record, and training has no privacy cost
+for a test record (parallel composition). The client's privacy ledger nevertheless adds the cost of training to the cost
+of counts. The total is an upper bound for each record.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class CountPrivately:
         if not client.has_disk:
             raise RunError(
                 "this worker has no access to the client's privacy ledger, and no count is released without a charge: "
-                "take engine=inprocess, or leave evaluate.clients out"
+                "set engine=inprocess, or leave evaluate.clients out"
             )
         path, asked = client.folder("counts") / _FILE, _digest(client)
         stored = json.loads(path.read_text()) if path.exists() else {}

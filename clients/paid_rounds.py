@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fl_sim.training.trainer import LocalJob
 
 _SPENT: Final = (0,)
-"""The field ``counts`` in the ticket of a client that must not train in the round."""
+"""The value of ``counts`` in the ticket of a client that must not train in the round."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ClientProtection:
 
     ``epsilon``, ``delta``: the largest privacy cost of all rounds together; an epsilon of None means no limit.
     ``clipping_norm``: the largest L2 norm of a gradient or an update after clipping. ``noise_multiplier``: the standard
-    deviation of the noise, divided by ``clipping_norm``; None means the least one that epsilon allows. ``noise``:
+    deviation of the noise, divided by ``clipping_norm``; None means the least noise that epsilon allows. ``noise``:
     "secret", or "seeded" for simulations only. ``accountant``: the accountant that finds the noise, and compares costs
     with epsilon.
     """
@@ -115,7 +115,7 @@ class Releases:
     A ledger charges a name only once for each noise key (the secret seed of the noise).
 
     ``what``: the released numbers, such as "update". ``noise``: "secret" or "seeded". ``run_digest``: a digest of the
-    experiment. It identifies a run with seeded noise in the ledger, because a repetition of such a run releases the
+    experiment. In the ledger, it identifies a run with seeded noise, because every repetition of this run releases the
     same numbers.
     """
 
@@ -126,7 +126,7 @@ class Releases:
     def num_charged(self, ledger: Ledger, run: str, client: int) -> int:
         """Return the number of rounds of a run that are charged in the ledger of ``client``.
 
-        A round that was repeated and charged again counts twice. ``run``: the random name of the run.
+        A round that was repeated and charged again is counted twice. ``run``: the random name of the run.
         """
         return sum(one.release.startswith(self._rounds(run, client)) for one in ledger.charges)
 

@@ -102,7 +102,7 @@ class Policy:
         if ":" in kind:
             raise RunError(
                 f"this client's policy cannot verify the privacy cost of code from outside fl-sim, and the server asks "
-                f"for {setting} = {in_one_line(repr(kind))}: take a value that comes with fl-sim"
+                f"for {setting} = {in_one_line(repr(kind))}: set a value that is part of fl-sim"
             )
 
     def check_pool(self, path: str) -> None:
@@ -120,7 +120,7 @@ class Policy:
     def check_training(self, *, own_records: bool) -> None:
         """Raise RunError for training on the client's own records, unless the policy allows updates without noise.
 
-        Noise that the server adds later does not count, because the server has seen the update without noise.
+        Noise that the server adds later is no protection: the server has already seen the update without noise.
         """
         if own_records and not self.allow_raw_updates:
             raise RunError(
@@ -167,8 +167,8 @@ class Policy:
     def _spent(self, charges: Sequence[Charge]) -> float:
         """Return the epsilon of ``charges``, the privacy costs in the ledger, at a fixed Renyi order.
 
-        The first charges determine this order. They are all charges with the first noise key (secret seed) in the
-        ledger, before the first charge with another noise key.
+        The first charges in the ledger determine this order: all charges before the first one with a second noise key
+        (secret seed).
         """
         if not charges:
             return 0.0

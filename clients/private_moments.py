@@ -74,7 +74,7 @@ class MomentsRelease:
     settings. They can differ only if their noise keys (the secret seeds of the noise) differ. ``folder``: the folder of
     the noise key, and later of the moments. ``ledger``: the privacy ledger for the privacy cost. If the client's owner
     has set a ``policy``, the policy's privacy ledger is used instead. ``seed``: the seed of seeded noise. ``what``: the
-    type of the sums, such as "class moments", for the privacy ledger. ``setting``: the setting with the noise, for
+    type of the sums, such as "class moments", for the privacy ledger. ``setting``: the name of the noise setting, for
     error messages.
     """
 

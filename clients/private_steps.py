@@ -53,7 +53,7 @@ class Withheld:
 
     def _refuse(self, *_: object) -> NoReturn:
         raise UserError(
-            f"the algorithm reads {self._what} without noise, and local.privacy promises privacy for each record: take "
+            f"the algorithm reads {self._what} without noise, and local.privacy promises privacy for each record: set "
             "another algorithm, such as fedavg, fedprox or scaffold, or leave local.privacy out"
         )
 
@@ -139,6 +139,6 @@ def refused(fields: list[str], name: str = "") -> str:
     whose = f" of its model {name}" if name else ""
     return (
         f"the algorithm's local plan{whose} uses {', '.join(fields)}, which local.privacy=dp-sgd does not support: the "
-        "term reads records without noise, or joins several records in one gradient; take another algorithm, such as "
+        "term reads records without noise, or joins several records in one gradient; set another algorithm, such as "
         "fedavg, fedprox or scaffold"
     )

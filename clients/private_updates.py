@@ -2,8 +2,8 @@
 
 The private update is min(1, C / |u|) u + N(0, z^2 C^2 I). Here u is the vector of all numbers in the algorithm's
 update, C is the clipping norm and z is the noise multiplier (Gaussian mechanism; Dwork and Roth 2014, theorem A.1). Two
-clipped updates differ by at most 2 C, the sensitivity. So the ledger counts the noise multiplier as z / 2. The settings
-are in ``strategies.local_dp``.
+clipped updates differ by at most 2 C, the sensitivity. So the noise multiplier in the privacy ledger is z / 2. The
+settings are in ``strategies.local_dp``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ClientPrivateUpdates(ClientLayer):
     def _released(self, update: ClientUpdate, *, std: float, noise: Noise, server_round: int) -> ClientUpdate:
         """Return the clipped update with noise. It has the weight 1, no loss, and the unchanged client state.
 
-        All payloads together are one vector with one norm. An update that is not finite counts as zeros. Raises
+        All payloads together are one vector with one norm. An update that is not finite is replaced by zeros. Raises
         RunError if names or shapes of the update differ from the template, because such differences could reveal facts
         about records.
         """

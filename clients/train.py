@@ -132,7 +132,7 @@ class TrainingJob:
         """Store the client's new state, and return the message with its update.
 
         ``results``: the trainer's results for ``jobs``, in the same order. If there is no folder for the client state,
-        the message carries the state. Raises RunError as ``updated`` does.
+        the message carries the state. Raises RunError if training wrote to read-only tensors (see ``updated``).
         """
         update, config, number = self.updated(results), self.client.config, self.client.number
         content = wire.update_content(update)
@@ -183,7 +183,7 @@ class TrainingJob:
 
 
 def _protected(client: Client, jobs: Mapping[str, LocalJob]) -> tuple[Mapping[str, LocalJob], tuple[PaidRound, ...]]:
-    """Return the trainer's inputs after the changes of all protecting layers, and each such layer's private round."""
+    """Return the trainer's inputs after the changes of all protecting layers, and the private round of each of them."""
     paid = list[PaidRound]()
     for layer in client.runtime.layers:
         if one := layer.protected(client, jobs):

@@ -28,7 +28,7 @@ def main() -> None:
     try:
         code = app(arguments, standalone_mode=False)
         if code == INTERRUPTED:
-            say("interrupted: finished work is kept; the same command goes on from there", err=True)
+            say("interrupted: finished work is kept; the same command resumes the work", err=True)
         sys.exit(code)
     except click.ClickException as error:
         error.show()

@@ -21,7 +21,7 @@ from fl_sim.seeding import rng
 from fl_sim.types import Params
 
 LORA: Final = "lora"
-"""The word for adapters in ``model.trainable``. The names of an adapter's parameters contain ``lora_``, as in PEFT."""
+"""The value of ``model.trainable`` for adapters. The names of an adapter's parameters contain ``lora_``, as in PEFT."""
 
 SCALE: Final = "lora_scale"
 """The name of the frozen parameter alpha / r in an adapted layer."""
@@ -178,14 +178,14 @@ def adapt(
     if not places:
         raise UserError(
             "model.trainable=lora adds adapters to nn.Linear, nn.Conv2d and nn.Embedding, but this model has no such "
-            "layer, or only layers that share their weights: take model.trainable=head, or all"
+            "layer, or only layers that share their weights: set model.trainable=head, or all"
         )
     for target in targets:
         if not any(_is_called(name, target) for name, _ in places):
             ends = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in places))
             raise UserError(
-                f"model.target_modules names {shortened(target)!r}{guess(target, ends)}, but no layer that can have "
-                "an adapter has a name that ends so; the layers that can have an adapter are "
+                f"model.target_modules names {shortened(target)!r}{guess(target, ends)}, but no name of a layer that "
+                "can have an adapter ends with it; the layers that can have an adapter are "
                 f"{shortened(', '.join(name for name, _ in places))}"
             )
     places = [place for place in places if not targets or any(_is_called(place[0], target) for target in targets)]

@@ -24,7 +24,7 @@ _SMALL: Final = 64
 """Images with a smaller side, in pixels, cause a warning: these architectures were made for 224x224 pixels."""
 
 _OWN_TOKENS: Final = 0.9
-"""A model's own tokenizer uses at least this share of the model's tokens. A few tokens may be unused."""
+"""A tokenizer with at least this share of a model's tokens is treated as the model's own tokenizer."""
 
 _CONFIG: Final = "config.json"
 
@@ -51,8 +51,8 @@ class ImageModel:
         if min(height, width) >= _SMALL:
             return ""
         return (
-            f"{self.kind}:{self.name} was made for images of about 224x224 pixels and shrinks these of "
-            f"{height}x{width} to very few: model=resnet is made for small images"
+            f"{self.kind}:{self.name} was made for images of about 224x224 pixels, and reduces images of "
+            f"{height}x{width} to very few pixels: take model=resnet, which is made for small images"
         )
 
 
@@ -60,7 +60,7 @@ class ImageModel:
 class TorchVision(ImageModel):
     """An image classifier from torchvision, such as resnet18.
 
-    The first convolution takes as many channels as the images have.
+    The number of input channels of the first convolution is the number of channels of the images.
     """
 
     kind: Literal["torchvision"] = "torchvision"
@@ -133,7 +133,7 @@ class HuggingFace:
         if not vocabulary:
             raise UserError(
                 f"model hf:{self.name} reads tokens, and these records have shape {input_shape}: give texts, as "
-                "data=csv:PATH data.text=COLUMN, or take another model"
+                "data=csv:PATH data.text=COLUMN, or set another model"
             )
         with _quiet(transformers):
             if self._is_classifier(config):
@@ -199,7 +199,7 @@ class HuggingFace:
                 if (found / _CONFIG).is_file():
                     return found
         raise UserError(
-            f"model hf:{self.name}: there is no folder with {_CONFIG} of this name, and no installed package with one; "
+            f"model hf:{self.name}: no folder and no installed package of this name contains {_CONFIG}, and "
             "nothing is downloaded: give the folder that save_pretrained wrote, or install the package"
         )
 
@@ -258,7 +258,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 def _image(model: str, input_shape: tuple[int, ...], vocabulary: int) -> tuple[int, int, int]:
     if len(input_shape) != 3 or vocabulary:
-        raise UserError(f"model {model} needs images, these records have shape {input_shape}: take mlp or logistic")
+        raise UserError(f"model {model} needs images, these records have shape {input_shape}: set model=mlp")
     return input_shape[0], input_shape[1], input_shape[2]
 
 

@@ -58,7 +58,7 @@ class WithExits(nn.Module):
         if depth is not None and depth > (most := len(self.blocks)):
             raise UserError(
                 f"a client of depth {depth} needs {depth} blocks, and this model has {most}: give depths of at most "
-                f"{most}, or take a deeper model"
+                f"{most}, or use a deeper model"
             )
         return WithExits(*(copy.deepcopy([*parts][:depth]) for parts in (self.blocks, self.exits)))
 
@@ -79,7 +79,7 @@ def with_exits(model: nn.Module, input_shape: tuple[int, ...]) -> WithExits:
     if not layers or not isinstance(layers[-1], nn.Linear):
         raise UserError(
             f"exits cannot be added to a {type(model).__name__}: possible is an nn.Sequential whose last layer is an "
-            "nn.Linear, or a model of the class fl_sim.exits.WithExits; take resnet, niid-cnn, dafl-cnn, mlp, 2nn or "
+            "nn.Linear, or a model of the class fl_sim.exits.WithExits; use resnet, niid-cnn, dafl-cnn, mlp, 2nn or "
             "niid-mlp"
         )
     *body, last = layers
@@ -88,7 +88,7 @@ def with_exits(model: nn.Module, input_shape: tuple[int, ...]) -> WithExits:
     if len(starts) < 2:
         raise UserError(
             "exits need a model of two blocks or more, and this model has no layer between its first block and its "
-            "last layer: take a deeper model, such as mlp"
+            "last layer: use a deeper model, such as mlp"
         )
     blocks = [nn.Sequential(*body[start:end]) for start, end in pairwise((0, *starts[1:], len(body)))]
     exits, outputs = list[nn.Module](), torch.zeros(1, *input_shape)

@@ -23,7 +23,7 @@ from fl_sim.types import Params
 Shape: TypeAlias = tuple[int, ...]
 
 SOURCES: Final = "fl_sim.model"
-"""The entry-point group of the sources of architectures."""
+"""The group of Python entry points in which packages list their sources of architectures (``ModelSource``)."""
 
 
 class ModelSource(Protocol):
@@ -122,7 +122,7 @@ def check_tokens(path: str, model: nn.Module, length: int, vocabulary: int) -> N
     if isinstance(known, int) and count > known:
         raise UserError(
             f"model {path!r} has a vocabulary of {known:,} tokens, and the data have {count:,}: the tokenizer does not "
-            "fit; take the model's own tokenizer by data.tokenizer=PATH"
+            "fit; use the model's own tokenizer by data.tokenizer=PATH"
         )
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:

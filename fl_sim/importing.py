@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
-# The function leave_out sets this event. gc.get_freeze_count could replace the event, but is slow: it counts all
-# objects.
+# The function leave_out sets this event. The function gc.get_freeze_count could replace the event, but it is slow,
+# because it counts all objects.
 _EXCLUDED: Final = Event()
 
 

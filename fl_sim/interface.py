@@ -133,7 +133,7 @@ def run(
         shown.say(f"results go to {directory}")
         facts = simulation.run(chosen, directory, root, observers)
         if not observers.has_started:
-            shown.say("this run is finished already, and nothing was done: --again (again=True) runs it once more")
+            shown.say("this run is already finished, so nothing was done: --again (again=True) repeats it")
             if doubt := on_trust(directory, identity_of(chosen, root)):
                 shown.say(doubt)
             if edited := edited_code(chosen):

@@ -285,7 +285,7 @@ class Supplying(Protocol):
 
     @property
     def supplies_rounds(self) -> bool:
-        """True if clients train in the rounds on the records that the stage makes; False if only the server does."""
+        """True if clients train on the stage's records in the rounds; False if only the server trains on them."""
 
 
 @runtime_checkable
@@ -360,8 +360,8 @@ class Computing(Protocol):
 def hides_clients(aggregator: object) -> bool:
     """Return True if ``aggregator`` promises privacy for clients: nobody may learn which clients have records.
 
-    If the aggregator does so, a client without records sends zeros, even if it could train on synthetic records. The
-    mean of the updates includes these zeros.
+    With such an aggregator, a client without records sends zeros, even if it could train on synthetic records. The mean
+    of the updates includes these zeros.
     """
     return isinstance(aggregator, Promising) and aggregator.is_private
 

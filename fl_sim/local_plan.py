@@ -31,11 +31,11 @@ class Mix:
     linearise: bool
 
     def __post_init__(self) -> None:
-        """Raise RunError if the pool does not have as many rows of labels as averaged records."""
+        """Raise RunError unless the pool has one row of labels for each averaged record."""
         if len(self.inputs) != len(self.labels):
             raise RunError(
                 f"the mixing pool holds {len(self.inputs)} averaged records and {len(self.labels)} rows of class "
-                "proportions: a client shared unequal numbers of them"
+                "proportions: a client shared different numbers of averaged records and of rows"
             )
 
 
@@ -155,10 +155,10 @@ class Ascent:
 class Contrast:
     """MOON's contrastive loss term: it compares the features of three models (Li et al. 2021, eq. 3).
 
-    The term moves the trained model's features towards those of the received model, and away from those of the model
-    ``previous``. For example, ``previous`` is the client's model of its last round. The features z of a record are the
-    inputs of the last linear layer, flattened. The term adds ``weight`` * softplus((cos(z, z of ``previous``) - cos(z,
-    z of the received model)) / ``temperature``), the mean over the batch. Only z of the trained model is
+    The term moves the trained model's features towards the received model's features, and away from the features of the
+    model ``previous``. For example, ``previous`` is the client's model of its last round. The features z of a record
+    are the inputs of the last linear layer, flattened. The term adds ``weight`` * softplus((cos(z, z of ``previous``) -
+    cos(z, z of the received model)) / ``temperature``), the mean over the batch. Only z of the trained model is
     differentiated. If z is a vector of zeros, it has no direction: its cosines and its gradient are set to 0.
     """
 
@@ -252,8 +252,8 @@ class LocalPlan:
 
     The anchor is the model that the client received. ``step_offset`` is added to the momentum buffer in each step, that
     is, w <- w - learning rate * (buffer + step_offset). ``step_mask``: {name: bool tensor}. Where the mask is False, a
-    step changes no parameter, and the norm of a gradient leaves these numbers out. ``momentum_buffers``: the initial
-    momentum buffers. ``class_features``: True if the result must contain the sums of each class's features
+    step changes no parameter, and these entries do not count in the norm of a gradient. ``momentum_buffers``: the
+    initial momentum buffers. ``class_features``: True if the result must contain the sums of each class's features
     (``Trained.feature_sums``). ``trained``: the names of the parameters that local steps change, None for all. All
     other parameters are frozen and left out of norms. ``phases``: parts of the training, one after another, in place of
     the setting ``local.epochs``. In each phase, the anchor is the model at the beginning of this phase. ``private``:
@@ -420,7 +420,7 @@ def sends_a_part(algorithm: object, personal: str) -> bool:
 
 
 def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
-    """Return the names of those fields of ``values`` that differ from their defaults (fields in use).
+    """Return the names of the fields of ``values`` that differ from their defaults (fields in use).
 
     ``values``: a local plan or local settings. Fields without a default are always in use. A trainer compares these
     names with the fields that it supports.

@@ -166,8 +166,8 @@ def build(
 
     Initial weights depend only on ``seed``. ``vocabulary``: if above 0, records are sequences of token ids below this
     number. ``trial``: two records, on which a model of the user or of a library is tested. ``prepare``: a function that
-    changes the new model, and returns the model to use. A model of a library is tested once for all functions
-    ``prepare`` that compare equal, so equal functions must make the same change. Raises UserError for an unknown name,
+    changes the new model, and returns the model to use. A model of a library is tested only once for equal
+    functions ``prepare`` (by ==), so equal functions must make the same change. Raises UserError for an unknown name,
     for a model that fails the test, and, if ``batch_norm`` is set, for a model without BatchNorm layers.
     """
     own = None
@@ -183,7 +183,7 @@ def build(
         what = "these records are such sequences" if vocabulary else "these records are no such sequences"
         raise UserError(
             f"only the models {', '.join(TOKEN_NAMES)} are for sequences of tokens, and {what}: leave model out, or "
-            "take another method"
+            "take a model for these records"
         )
     with torch_alone():
         seed_torch(seed, "model")
@@ -301,7 +301,7 @@ _CURE: Final = (
     "not from a generator of its own"
 )
 _REPEATABLE: Final[set[tuple[str, Any]]] = set()
-"""Pairs (import path, factory or source) that passed a check: two calls with one seed gave equal models."""
+"""Pairs (import path, factory or source) that passed this check: two calls with one seed gave equal models."""
 _TRIED: Final[set[Hashable]] = set()
 """The arguments of models that passed all tests of ``_build_own``, without the seed: (source, ..., ``prepare``)."""
 
@@ -393,7 +393,7 @@ def _check_vocabulary(path: str, model: nn.Module, trial: torch.Tensor, vocabula
     except UserError as error:
         raise UserError(
             f"model {path!r} fails for token id {vocabulary - 1:,}, the highest of the {vocabulary:,} ids of these "
-            f"records: take the model's own tokenizer by data.tokenizer=PATH, or a larger model ({error})"
+            f"records: use the model's own tokenizer by data.tokenizer=PATH, or a larger model ({error})"
         ) from error
 
 
@@ -422,8 +422,8 @@ def _check_again(path: str, model: nn.Module, trial: torch.Tensor, logits: torch
     """
     if not torch.equal(logits, _logits(path, model, trial)):
         raise UserError(
-            f"model {path!r} returned different logits for the same records in a second call, with the generators of "
-            f"torch, NumPy and Python seeded alike: {_CURE}"
+            f"model {path!r} returned different logits for the same records in a second call, with the same seeds of "
+            f"the generators of torch, NumPy and Python: {_CURE}"
         )
 
 
@@ -457,6 +457,6 @@ def _check_drawn(path: str, before: dict[str, torch.Tensor], other: nn.Module) -
     for name, buffer in other.named_buffers():
         if name not in before or not torch.equal(buffer, before[name]):
             raise UserError(
-                f"model {path!r} draws the buffer {name} at random, and buffers are not sent to clients: make it an "
+                f"model {path!r} draws the buffer {name} at random, but buffers are not sent to clients: make it an "
                 "nn.Parameter with requires_grad=False"
             )

@@ -61,14 +61,14 @@ def check_narrowable(model: nn.Module) -> None:
             raise UserError(
                 f"a narrow model cannot be made from layer {name or 'model'} ({kind.__name__}): possible are "
                 "sequences of nn.Linear, nn.Conv2d with groups=1, nn.GroupNorm, activations, pooling and ResNet-8's "
-                "blocks; take niid-cnn, dafl-cnn, mlp, 2nn, niid-mlp or resnet"
+                "blocks; use niid-cnn, dafl-cnn, mlp, 2nn, niid-mlp or resnet"
             )
     params = dict(model.named_parameters())
     if frozen := [name for name, value in params.items() if not value.requires_grad]:
-        raise UserError(f"a narrow model has no frozen parameters, and {frozen[0]} is frozen: train all parameters")
+        raise UserError(f"a narrow model has no frozen parameters, but {frozen[0]} is frozen: train all parameters")
     if sum(value.ndim > 1 for value in params.values()) < 2:
         raise UserError(
-            "a model of one layer has no channels between layers, so no narrow model can be made from it: take a model "
+            "a model of one layer has no channels between layers, so no narrow model can be made from it: use a model "
             "of several layers"
         )
 

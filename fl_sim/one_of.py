@@ -1,4 +1,4 @@
-"""Settings fields with several variants (kinds), such as ``algorithm``. A user may add variants.
+"""Settings fields with several variants (kinds), such as ``algorithm``. Users can add variants.
 
 A field is declared once, ``algorithm: Annotated[Algorithm, OneOf("algorithm", group="fl_sim.algorithm")]``. The field
 accepts a name (``scaffold``), or a name with its first parameter (``dirichlet:0.05``, ``label-2``). It also accepts an
@@ -51,9 +51,9 @@ class OneOf:
 
     ``what``: the field's name in messages. ``wants``: a Protocol, or None. A user's own class is accepted if it has all
     members of the Protocol. ``group``: the entry-point group with the names of fl-sim's classes and of other packages'
-    classes. If ``group`` is given, the Protocol is that of the entry point ``what`` in the group PROTOCOLS. Without
-    ``group``, the annotation of the field is a union of fl-sim's classes, and a user's own class is refused if
-    ``wants`` is None.
+    classes. If ``group`` is given, the Protocol is read from the entry point with the name ``what`` in the group
+    PROTOCOLS. Without ``group``, the annotation of the field is a union of fl-sim's classes, and a user's own class is
+    refused if ``wants`` is None.
     """
 
     what: str
@@ -122,7 +122,7 @@ class OneOf:
         own, valid = ", or your own as package.module:Class" if self._accepts_own else "", self.names(union)
         if settings_here := privacy_settings(name):
             raise UserError(f"unknown {self.what} {shortened(text)!r}: {settings_here}")
-        several = f"; several are tried by 'fl-sim sweep {self.what}={shortened(text)}'" if "," in text else ""
+        several = f"; to try several values, use 'fl-sim sweep {self.what}={shortened(text)}'" if "," in text else ""
         raise UserError(
             f"unknown {self.what} {shortened(text)!r}{guess(name, valid)}; valid: {', '.join(valid)}{own}{several}"
         )
@@ -217,7 +217,8 @@ class OneOf:
             _adapter(settings).rebuild(raise_errors=True)
         except (PydanticUserError, PydanticUndefinedAnnotation) as error:
             raise UserError(
-                f"{self.what} {path!r} has a field whose type no settings can have: {error.message.partition('. ')[0]}"
+                f"{self.what} {path!r} has a field whose type is not supported in settings: "
+                f"{error.message.partition('. ')[0]}"
             ) from error
 
     def _wanted(self) -> str:
@@ -254,7 +255,10 @@ def as_table(value: Any, mode: str = "python", *, exclude_none: bool = False) ->
 
 
 class OurKinds(Mapping[str, type]):
-    """A mapping {name: settings class} of fl-sim's classes in an entry-point group. It imports a class at first use."""
+    """A mapping {name: settings class} of fl-sim's classes in an entry-point group.
+
+    A class is imported at its first use.
+    """
 
     def __init__(self, group: str) -> None:
         self._points = entry_points_of_ours(group)
@@ -276,7 +280,8 @@ class OurKinds(Mapping[str, type]):
 def _plain(settings: type, kind: str) -> Any:
     """Return an object of the settings class ``settings`` with default values.
 
-    The object is immutable, so the same object is returned again. ``kind``: the name of the class.
+    The object is immutable, and every call with the same arguments returns the same object. ``kind``: the name of the
+    class.
     """
     return _tagged(settings, kind).validate_python({"kind": kind})
 
@@ -407,8 +412,8 @@ def _installed() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
 def _in_checkout() -> list[EntryPoint]:
     """Return fl-sim's entry points from the pyproject.toml next to the code; empty if there is no such file.
 
-    A git checkout has such a file, and so has the copy of the code that Flower makes for its processes. There, fl-sim
-    may not be installed, or another version may be installed.
+    A git checkout has this file. Flower's copy of the code, which Flower makes for its processes, has it, too. There,
+    fl-sim may not be installed, or another version may be installed.
     """
     if not _PYPROJECT.exists():
         return []

@@ -52,8 +52,8 @@ _LOCAL_DP: Final = "local_dp ldp localdpmod local_differential_privacy"
 _DISTRIBUTED_DP: Final = "distributed_dp ddgauss skellam secagg secagg+ secure_aggregation secaggplusworkflow"
 _OF_PRIVACY: Final = {
     (
-        "for noise in the clients' training steps (DP-SGD) set local.privacy=dp-sgd local.privacy.epsilon=8. Also "
-        "offered are: per client, aggregator=global-dp; per record, synthetic records by preprocess=da-fl or labels by "
+        "for noise in the clients' training steps (DP-SGD) set local.privacy=dp-sgd local.privacy.epsilon=8. Other "
+        "guarantees: per client, aggregator=global-dp; per record, synthetic records by preprocess=da-fl or labels by "
         "algorithm=pate; docs/privacy.md compares them. For noise on each client's update (local DP) set "
         "local.privacy=local-dp"
     ): _DP_SGD,
@@ -64,7 +64,7 @@ _OF_PRIVACY: Final = {
     (
         "for noise that the clients add together, and a server that sees only sums (distributed differential privacy), "
         "set aggregator=distributed-dp aggregator.epsilon=8; secure aggregation itself is simulated by a plain sum. "
-        "For the arithmetic of its masks, without a guarantee, set aggregator=secure-sum"
+        "To compute with real masks, but without a privacy guarantee, set aggregator=secure-sum"
     ): _DISTRIBUTED_DP,
 }
 

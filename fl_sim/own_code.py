@@ -49,7 +49,7 @@ def load_object(path: str, what: str) -> Any:
     module_name, _, name = path.partition(":")
     if len(path) > _MOST_LETTERS or not all(part.isidentifier() for part in (*module_name.split("."), name)):
         said = in_one_line(repr(path))
-        raise UserError(f"{what} {said} is no import path: write package.module:name, for example mine:{what}")
+        raise UserError(f"{what} {said} is not an import path: write package.module:name, for example mine:{what}")
     folder = str(Path.cwd())
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
@@ -60,7 +60,7 @@ def load_object(path: str, what: str) -> Any:
             raise _failed(path, what, error) from error
         raise UserError(
             f"{what} {path!r} cannot be imported: there is no module {error.name!r}, neither in the current folder "
-            f"({folder}) nor on the Python path; start in the folder that holds it, or install it"
+            f"({folder}) nor on the Python path; start in the folder of this module, or install it"
         ) from error
     except (Exception, SystemExit) as error:
         raise _failed(path, what, error) from error
@@ -218,7 +218,7 @@ def _digest(path: Path) -> str:
 def _imported_in(source: bytes, package: str) -> tuple[str, ...]:
     """Return the names of all modules that the Python code ``source`` may import.
 
-    Some names may be those of imported functions or classes.
+    The result may also contain names of imported functions and classes.
 
     ``package``: the package of the source's module, for relative imports.
     """

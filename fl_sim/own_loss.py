@@ -67,7 +67,7 @@ def check_own_loss(model: nn.Module, *asked: Any) -> None:
     """
     if isinstance(model, OwnLoss) and (found := sorted(frozenset().union(*map(fields_in_use, asked)) & _OF_LOGITS)):
         raise UserError(
-            f"the model {type(model).__name__} has a loss of its own (loss_of), and {found[0]} changes the "
+            f"the model {type(model).__name__} computes its own loss (loss_of), and {found[0]} changes the "
             "cross-entropy of a classifier: take another method or setting, or a model that classifies"
         )
 

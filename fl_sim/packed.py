@@ -20,7 +20,7 @@ from fl_sim.types import Packed, Params, Payloads, Size
 __all__ = ["Coins", "Compressor", "Held", "Packed", "Packing", "Size"]
 
 Coins: TypeAlias = Callable[[], np.random.Generator]
-"""A function that returns a new random generator at each call, with the same stream on client and server.
+"""A function that returns a new random generator at each call. Client and server get the same random stream.
 
 Each compressed group of tensors of an update has its own random stream.
 """
@@ -40,7 +40,7 @@ class Compressor(Protocol):
         """True for error feedback: a client adds the compression error of an update to its next update."""
 
     def size(self, layout: Layout) -> Size:
-        """Return the size of a compressed update. It may depend only on its names and shapes, ``layout``."""
+        """Return the size of a compressed update. The size may depend only on ``layout``, the names and shapes."""
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
         """Return the compressed ``update`` of a client, and the tensors that the client stores for its next round.
@@ -88,7 +88,8 @@ class Packing:
         packed, kept = {}, {}
         for name in self.sizes(payloads, model):
             update, coins = flattened(payloads[name]), self._coins(name, client, server_round)
-            # if one number of a group is not finite, all become NaN, so that the server detects the divergence
+            # if one number of a group is not finite, all numbers of the group become NaN, so that the server detects
+            # the divergence
             if not is_finite({name: update}):
                 update = FlatParams(torch.full_like(update.flat, torch.nan), update.layout)
             on_cpu = FlatParams(update.flat.detach().to("cpu"), update.layout)

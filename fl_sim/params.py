@@ -26,8 +26,8 @@ Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 class FlatParams(Params):
     """Named tensors stored in one vector ``flat``, so that arithmetic on all tensors is one operation.
 
-    The named tensors are views of the vector, created at the first access. They are read-only, because other objects
-    may share them.
+    The named tensors are views of the vector, created at the first access. These views are read-only, because other
+    objects may share the vector.
     """
 
     __slots__ = ("_views", "flat", "layout")
@@ -114,7 +114,7 @@ def check_layout(what: str, params: Params, layout: Layout) -> None:
         if name not in found:
             raise ValueError(f"{what} do not fit the model: {name} is missing")
         if name not in wanted:
-            raise ValueError(f"{what} do not fit the model: it has no {name}")
+            raise ValueError(f"{what} do not fit the model: the model has no {name}")
         if found[name] != wanted[name]:
             raise ValueError(f"{what} do not fit the model: {name} has the shape {found[name]}, not {wanted[name]}")
 
@@ -141,7 +141,7 @@ def scale(params: Params, factor: float) -> Params:
 
 
 def mixture(left: Params, right: Params, share: float) -> Params:
-    """Return share * left + (1 - share) * right. A share of 1 gives exactly ``left``, a share of 0 ``right``."""
+    """Return share * left + (1 - share) * right. A share of 1 gives exactly ``left``, and 0 exactly ``right``."""
     if (pair := _vectors(right, left)) is not None:
         return FlatParams(torch.lerp(*pair, share), layout_of(right))
     return {name: torch.lerp(value, left[name], share) for name, value in right.items()}
@@ -164,8 +164,9 @@ def zeros_like(params: Params) -> Params:
 def is_finite(payloads: Payloads) -> bool:
     """Return True if every number of every tensor is finite.
 
-    The check computes the float64 sum of each tensor. If a number is NaN or infinite, so is the sum. A sum of finite
-    float32 numbers cannot overflow float64. The sum takes one pass over the numbers, but torch.isfinite takes three.
+    The check computes the float64 sum of each tensor. If a number is NaN or infinite, the sum is NaN or infinite. A sum
+    of finite float32 numbers cannot overflow float64. The sum takes one pass over the numbers, but torch.isfinite takes
+    three.
     """
     for params in payloads.values():
         for value in [params.flat] if isinstance(params, FlatParams) else params.values():
@@ -203,7 +204,7 @@ def body_names(params: Params) -> frozenset[str]:
     raise UserError(
         f"the method separates the model's head from its body, and all trained parameters ({', '.join(params)}) belong "
         "to the head: train a part of the body too (model.trainable=last:2 or all, and a model of several layers, such "
-        "as mlp); or take algorithm=local-only, where each client trains a head of its own, or fedavg, with one head "
+        "as mlp); or take algorithm=local-only, where each client trains its own head, or fedavg, with one head "
         "for all"
     )
 
@@ -214,7 +215,7 @@ def head_weight(params: Params) -> str:
     if not matrices:
         raise UserError(
             "the algorithm needs features, the inputs of a model's last linear layer, and this model has no linear "
-            "layer: take another model, or another algorithm, such as fedavg"
+            "layer: use another model, or another algorithm, such as fedavg"
         )
     return "head.weight" if "head.weight" in matrices else matrices[-1]
 
@@ -254,9 +255,9 @@ def copied(model: torch.nn.Module) -> torch.nn.Module:
 def placed(params: Params, layers: Params) -> tuple[Params, Params]:
     """Return the pair (parameters, running statistics of BatchNorm layers) to load into a model.
 
-    ``params``: the model's parameters. ``layers``: further tensors of BatchNorm layers, such as a client's personal
-    ones. If a tensor in ``layers`` has the name of a parameter, it replaces the parameter. All other tensors in
-    ``layers`` are running statistics.
+    ``params``: the model's parameters. ``layers``: further tensors of BatchNorm layers, such as the personal BatchNorm
+    layers of a client. If a tensor in ``layers`` has the name of a parameter, it replaces the parameter. All other
+    tensors in ``layers`` are running statistics.
     """
     own = {name: value for name, value in layers.items() if name in params}
     statistics = {name: value for name, value in layers.items() if name not in params}
@@ -269,7 +270,7 @@ def layers_after(trained: Trained, names: Iterable[str]) -> Params:
 
 
 def placed_in(model: torch.nn.Module, params: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the parameters of ``model`` that are trained, and its frozen ones with names in ``params`` (no copies)."""
+    """Return the trained parameters of ``model``, and the frozen parameters with names in ``params`` (no copies)."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad or name in params}
 
 
@@ -316,7 +317,7 @@ def norms_in(model: torch.nn.Module) -> dict[str, _BatchNorm]:
     """Return {name: layer} of the BatchNorm layers of ``model`` that update their running statistics in training.
 
     A model's own ``train`` method may leave a layer in evaluation mode. The running statistics of such a layer are
-    never updated, so they count as constants of the architecture, like other buffers.
+    never updated, so they are treated as constants of the architecture, like other buffers.
     """
     if not (norms := all_norms_in(model)):
         return norms
@@ -416,7 +417,7 @@ class WriteGuard:
     def check(self, *methods: Callable[..., Any]) -> None:
         """Raise RunError if PyTorch has counted a write to one of the guarded tensors.
 
-        ``methods``: the methods that may have written to it; the message names them.
+        ``methods``: the methods that may have written to the tensor; the message names these methods.
         """
         for (name, tensor), was in zip(self.tensors, self.writes, strict=True):
             if _writes(tensor) != was:

@@ -14,7 +14,7 @@ for test and validation records) and "client groups".
 ``sampling_seed``: "sampler" (the choice of clients in each round).
 
 ``seed``: all other purposes, such as "batches", "local" (dropout), "hostile clients", "share", "generator", "server
-epochs", "class gaussians", and the "teacher" and students of PATE's random forests. Seeded noise, which a user may
+epochs", "class gaussians", and PATE's random forests ("teacher" and students). Seeded noise, which a user may
 choose for tests, also depends on ``seed``. Secret noise and the cohorts of Global DP do not come from a seed.
 
 A user's own code may draw from the global generators of torch, NumPy or Python. These generators are seeded for the
@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 
 from fl_sim.importing import torch
 
-# The lock is reentrant, because one thread may take it twice: a user's model factory is called while this lock is held,
-# and may call ``models.build``, which takes the lock again.
+# The lock is reentrant, because one thread may acquire it twice: a user's model factory is called while this thread has
+# the lock, and may call ``models.build``, which acquires the lock again.
 _LOCK = RLock()
 
 
@@ -62,7 +62,7 @@ def seed_torch(seed: int, purpose: str, *keys: int) -> None:
     Call this function only in a process that runs nothing but fl-sim, or inside ``torch_kept``. This function replaces
     ``torch.manual_seed``, which is slower: without an initialised GPU, it records a stack trace in each call.
     """
-    number = _key(seed, purpose, keys) >> 193  # keeps 63 of 256 bits: torch takes fewer than 64
+    number = _key(seed, purpose, keys) >> 193  # keeps 63 of 256 bits: torch needs fewer than 64
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:

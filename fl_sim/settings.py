@@ -235,7 +235,7 @@ def known_model(name: str) -> str:
     if name and ":" not in name and name not in ALL_NAMES:
         raise UserError(
             f"unknown model {shortened(name)!r}{guess(name, ALL_NAMES)}; choose one of {', '.join(ALL_NAMES)}, or "
-            "give your own as package.module:factory"
+            "your own function as package.module:factory"
         )
     return name
 
@@ -260,7 +260,7 @@ def read_table(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path} (settings are given as key=value, for example rounds=50)") from error
     except (OSError, ValueError) as error:  # a path with a forbidden character raises ValueError
-        raise UserError(f"{str(path)!r} cannot be read ({error}): name a TOML file, or give key=value") from error
+        raise UserError(f"{str(path)!r} cannot be read ({error}): give a TOML file, or key=value") from error
     if len(content) > MOST_BYTES:
         raise UserError(f"{path} has more than {MOST_BYTES:,} bytes: give a TOML file of settings")
     try:
@@ -276,8 +276,8 @@ def flat(
 ) -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of nested tables.
 
-    ``is_value``: a function of an entry. If it returns False, the entry is an inner table, and the entries of this
-    inner table are yielded in its place.
+    ``is_value``: a function that is called with each entry. If it returns False, the entry is an inner table, and the
+    entries of this inner table are yielded instead.
 
     >>> dict(flat({"rounds": 3, "local": {"epochs": 1}}))
     {'rounds': 3, 'local.epochs': 1}
@@ -309,7 +309,7 @@ def parse_table(text: str, where: str) -> dict[str, Any]:
 
 def _check(value: Any, where: str, levels: int, deep: UserError) -> None:
     if isinstance(value, int) and value not in _INT64:
-        raise UserError(f"{where} holds a whole number of {len(str(abs(value)))} digits: it must fit into 64 bits")
+        raise UserError(f"{where} contains a whole number of {len(str(abs(value)))} digits: it must fit into 64 bits")
     if isinstance(value, dict | list):
         if not levels:
             raise deep

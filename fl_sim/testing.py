@@ -314,8 +314,8 @@ def _expect_close(algorithm: Algorithm, who: str, one: Params, other: Params, st
     moved = _distance({"": other}, {"": start})
     if gap > ROUNDING * max(moved, 1e-3):
         raise BrokenLaw(
-            f"{title_of(algorithm)}: the model of {who} is at distance {gap:.3g} from that of PyTorch for one client, "
-            f"and training moved the model by {moved:.3g}: the two trainers disagree about the local plan"
+            f"{title_of(algorithm)}: the model of {who} is at distance {gap:.3g} from that of PyTorch for one client "
+            f"(training moved PyTorch's model by {moved:.3g}): these trainers disagree about the local plan"
         )
 
 
@@ -360,7 +360,7 @@ def _packs_to_its_size(way: Compressor, layout: Layout) -> None:
         if (len(packed.numbers), len(packed.bits)) != size or packed.numbers.dtype != torch.float32:
             raise BrokenLaw(
                 f"{title_of(way)} packs {len(packed.numbers)} numbers ({packed.numbers.dtype}) and {len(packed.bits)} "
-                f"bytes, not the float32 numbers and bytes that size returns: {size}"
+                f"bytes, but size returns {size}: (number of float32 numbers, number of bytes)"
             )
         again, _ = way.pack(update, held, _coins(number))
         if not (torch.equal(packed.numbers, again.numbers) and np.array_equal(packed.bits, again.bits)):
@@ -376,8 +376,8 @@ def _packs_to_its_size(way: Compressor, layout: Layout) -> None:
         arrived = way.unpack(packed, layout, _coins(number))
         if layout_of(arrived) != layout or not torch.isfinite(arrived.flat).all():
             raise BrokenLaw(
-                f"{title_of(way)}: a finite update of {layout} is {arrived.flat} of {layout_of(arrived)} after "
-                "decompression"
+                f"{title_of(way)}: a finite update with the tensors {layout} becomes {arrived.flat} with the tensors "
+                f"{layout_of(arrived)} after decompression: keep the tensors' names and shapes, and finite numbers"
             )
         held = kept
 
@@ -402,9 +402,9 @@ def _adds_up(way: Compressor, layout: Layout) -> None:
     off = float(torch.linalg.vector_norm(total / MANY - update.flat) / torch.linalg.vector_norm(update.flat))
     if not off <= OFF:
         raise BrokenLaw(
-            f"{title_of(way)}: an update is sent {MANY} times, and the mean of the received updates differs from it by "
-            f"{off:.2g} of its norm: use error feedback (strategies.compression.error_feedback), or compress without "
-            "bias"
+            f"{title_of(way)}: an update is sent {MANY} times, and the mean of the received updates has a relative "
+            f"distance of {off:.2g} from the sent update: use error feedback "
+            "(strategies.compression.error_feedback), or compress without bias"
         )
 
 

@@ -19,7 +19,7 @@ TokenFactory: TypeAlias = Callable[[int, int, int], nn.Module]
 
 _EMBEDDING: Final = 8  # the width of the embedding in LEAF's Shakespeare models
 _WIDTH, _LAYERS, _HEADS, _HIDDEN = 128, 2, 4, 512  # the sizes of the transformers
-# stands for minus infinity in the attention mask, so that the softmax of an empty text is finite
+# replaces minus infinity in the attention mask, so that the softmax of an empty text is finite
 _FAR_BELOW: Final = -1e30
 _DEVIATION: Final = 0.02  # the standard deviation of the initial embeddings, as in GPT-2
 
@@ -47,7 +47,7 @@ class GatedRecurrent(nn.Module):
 class LongShortTerm(nn.Module):
     """LEAF's model of Shakespeare: an embedding of size 8, two LSTM layers of 256 units, and a linear head.
 
-    Reddi et al. 2021 (FedAdam), table 9, use the same model. The head receives the state after the last token.
+    Table 9 of Reddi et al. 2021 (FedAdam) has the same model. The head receives the state after the last token.
     """
 
     def __init__(self, vocabulary: int, num_classes: int) -> None:
@@ -178,4 +178,4 @@ TOKEN_MODELS: Final[Mapping[str, TokenFactory]] = {
     "transformer": Transformer,
     "decoder": lambda vocabulary, length, _: Decoder(vocabulary, length),
 }
-"""{name: model for sequences of tokens}."""
+"""{name: function that creates a model for sequences of tokens}."""

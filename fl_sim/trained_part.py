@@ -1,7 +1,7 @@
 """The setting ``model.trainable``: the parameters of a model that are trained and sent.
 
 All other parameters are frozen. A frozen parameter has ``requires_grad=False`` and keeps its initial value. Every
-process builds or loads this value itself. A frozen parameter is never sent, aggregated, clipped or noised
+process creates or loads this value itself. A frozen parameter is never sent, aggregated, clipped or noised
 (``fl_sim.params.trainable``).
 """
 
@@ -41,12 +41,12 @@ class TrainedPart:
     target_modules: str = ""
 
     def __call__(self, model: nn.Module) -> None:
-        """Add the adapters that the settings ask for to ``model``, then freeze all parameters that are not trained.
+        """Add the adapters of the settings to ``model``, then freeze all parameters that are not trained.
 
         BatchNorm layers without a trained parameter stay in evaluation mode, so their running statistics never change.
-        If only the head is trained, all layers outside it stay in evaluation mode, without dropout: the features of a
-        record are then always the same. Raises UserError for names that the model lacks, and if no parameter would be
-        trained.
+        If only the head is trained, all layers outside the head stay in evaluation mode, without dropout. So the
+        features of a record are always the same. Raises UserError for names that the model does not have, and if no
+        parameter would be trained.
         """
         if self.trainable == "all":
             return
@@ -60,7 +60,7 @@ class TrainedPart:
         if not chosen:
             raise UserError(
                 f"model.trainable={self.trainable} leaves nothing to train in this model: {_has(trainable(model))}; "
-                f"take another of {', '.join(TRAINABLE)}, or names"
+                f"set it to another of {', '.join(TRAINABLE)}, or to names of parameters or modules"
             )
         _freeze_all_but(chosen, model)
         for layer in all_norms_in(model).values():
@@ -69,7 +69,7 @@ class TrainedPart:
         for part in _body_of_trained_head(model):
             _stay_in_evaluation(part)
             if isinstance(part, nn.Dropout):
-                part.p = 0.0  # the compiled trainer reads the rate, not the mode
+                part.p = 0.0  # the compiled trainer reads the dropout rate, but ignores the evaluation mode
 
     def in_words(self, model: nn.Module) -> str:
         """Return a sentence with the numbers of trained and of all parameters of ``model``.
@@ -79,13 +79,13 @@ class TrainedPart:
         named = {name: weight for name, weight in model.named_parameters() if not name.endswith(SCALE)}
         sizes = [num_parameters(part) for part in (trainable(model), named)]
         return (
-            f"model.trainable={self.trainable} trains {sizes[0]:,} of {sizes[1]:,} parameters: the others are never "
-            "sent, clipped or noised"
+            f"model.trainable={self.trainable} trains {sizes[0]:,} of {sizes[1]:,} parameters: all other parameters "
+            "are never sent, clipped or noised"
         )
 
 
 def whole(model: nn.Module, params: Params) -> Params:
-    """Return all parameters of ``model``, with its adapters merged: an adapted layer gets W + (alpha / r) B A.
+    """Return all parameters of ``model`` with merged adapters: the weight of an adapted layer is W + (alpha / r) B A.
 
     ``params``: the trained parameters, including those of adapters. The values of all other parameters come from
     ``model``.
@@ -102,7 +102,7 @@ def as_made(model: nn.Module) -> nn.Module:
 
 
 def train_alone(model: nn.Module, names_of: Callable[[list[str], list[str]], Collection[str]]) -> None:
-    """Freeze all parameters of ``model``, in place, except those with the names that ``names_of`` returns.
+    """Freeze all parameters of ``model`` in place, except the parameters whose names ``names_of`` returns.
 
     ``names_of``: a function of the algorithm. It receives the names of the trained parameters, and the names of all
     other parameters. Raises UserError if the function raises ValueError, or returns an unknown name or no name.
@@ -114,7 +114,7 @@ def train_alone(model: nn.Module, names_of: Callable[[list[str], list[str]], Col
         raise UserError(str(error)) from error
     if not chosen or chosen - named.keys():
         wrong = f"{', '.join(sorted(chosen - named.keys())) or 'no name'}"
-        raise UserError(f"the algorithm trains {wrong}, and the model has {', '.join(named)}: name some of these")
+        raise UserError(f"the algorithm trains {wrong}, but the model has {', '.join(named)}: name some of these")
     _freeze_all_but(chosen, model)
 
 

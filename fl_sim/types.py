@@ -17,7 +17,7 @@ from fl_sim.importing import torch
 if TYPE_CHECKING:
     Params: TypeAlias = Mapping[str, torch.Tensor]
 else:
-    # The type at run time does not contain torch.Tensor: this module must not import torch, which takes seconds.
+    # At run time the type does not name torch.Tensor, because this module must not import torch (takes seconds).
     Params = Mapping
 """Named float32 tensors: the trainable parameters of a model, or an update or control variate of the same shapes.
 
@@ -46,9 +46,9 @@ class Augment:
     """Random augmentation of training images; none by default.
 
     ``crop``: the number of pixels that are added on every side of an image; a random window of the original size is
-    then cut out. The added pixels have the value ``black``: one number per channel, the normalised value of a byte of
-    0. With ``reflect``, the added pixels are pixels of the image itself, mirrored at its edges without repeating the
-    edge. ``flip``: the image is mirrored left to right with probability 1/2.
+    then cut out. The added pixels have the value ``black``: one number per channel, the normalised value of the byte 0.
+    With ``reflect``, the added pixels are a reflection of the image at its edges; the edge itself is not repeated.
+    ``flip``: the image is mirrored left to right with probability 1/2.
     """
 
     crop: int = 0
@@ -104,8 +104,8 @@ class Examples:
 class Column:
     """The public facts about one column of a table, which is one feature of a record or several neighbouring features.
 
-    A column of numbers is one feature. The numbers may be rounded to ``values``, which are in ascending order and in
-    the units of the records. A column of categories has one feature for each of its ``categories``. At most one of
+    A column of numbers is one feature. The numbers may be rounded to ``values`` (in ascending order, in the units of
+    the records). A column of categories has one feature for each of its ``categories``. At most one of
     these features is 1; for an unlisted category, all of them are 0.
     """
 
@@ -128,22 +128,23 @@ class Column:
 class Dataset:
     """A classification task: training and test records, and the public constants that normalise them.
 
-    ``name``: as in ``data=name``. ``train``: the records that are assigned to clients. ``test``: the records on which
-    models are measured. ``num_classes``: labels are 0 to ``num_classes`` - 1. ``mean`` and ``std``: one float per
-    channel; an input byte b becomes ``(b / 255 - mean) / std``. ``mean`` and ``std`` are published constants of the
-    data set, never computed from the clients' records. ``note``: facts about this copy that a reader must know (a
-    subset, generated stand-in data), shown with all results. ``counted``: private facts about the user's own records,
-    such as the number of ignored records; shown only if the run promises no privacy. ``columns``: the columns of a
-    table, in order, if the columns are known. The columns are as public as the constants. ``classes``: the names of the
-    classes, if known. ``names``: the names of a record's features, if known. ``shown``: pairs (column or part of a
-    file, its use in the data set), to be shown to the user. ``read_off``: facts that were computed from the records,
-    and that results or the model's shape reveal. A fact also names the setting that would make it public, if there is
-    one. Every privacy statement lists these facts. ``inferred``: assumptions about a file that no setting states, such
-    as its decimal separator, one line each. ``vocabulary``: if above 0, records are sequences of whole numbers below it
-    (tokens). ``validation``: validation records that come with the data set, for ``evaluate.validation=given``; no
-    client holds them. ``image_shape``: the shape of the original images if features have replaced the images; else
-    empty. ``sources``: the names of the sources of records, if known. The source with the ID i (in ``Examples.groups``)
-    is ``sources[i]``. ``text_of``: if records are texts, a function from one record (a row of tokens) to its text.
+    ``name``: the value of the setting ``data``. ``train``: the records that are assigned to clients. ``test``: the
+    records on which models are measured. ``num_classes``: labels are 0 to ``num_classes`` - 1. ``mean`` and ``std``:
+    one float per channel; an input byte b becomes ``(b / 255 - mean) / std``. ``mean`` and ``std`` are published
+    constants of the data set, never computed from the clients' records. ``note``: important facts about these
+    records (a subset, generated stand-in data), shown with all results. ``counted``: private facts about the user's
+    own records, such as the number of ignored records; shown only if the run promises no privacy. ``columns``: the
+    columns of a table, in order, if the columns are known. The columns must be public, like ``mean`` and ``std``.
+    ``classes``: the names of the classes, if known. ``names``: the names of a record's features, if known. ``shown``:
+    pairs (column or part of a file, its use in the data set), for display to the user. ``read_off``: facts that were
+    computed from the records, and that results or the model's shape reveal. The text of a fact
+    may also name a setting that makes the fact public. Every privacy statement lists these facts. ``inferred``:
+    assumptions about a file that no setting specifies, such as its decimal separator; one line each. ``vocabulary``: if
+    above 0, records are sequences of tokens, whole numbers below ``vocabulary``. ``validation``: validation records
+    that are part of the data set, for ``evaluate.validation=given``; they belong to no client. ``image_shape``: the
+    shape of the original images if features have replaced the images; else empty. ``sources``: the names of the sources
+    of records, if known. The source with the ID i (in ``Examples.groups``) is ``sources[i]``. ``text_of``: if records
+    are texts, a function from one record (a row of tokens) to its text.
     """
 
     name: str
@@ -204,17 +205,18 @@ def records_of(data: str) -> str:
 class LocalSettings:
     """The settings of one client's training in one round: SGD with momentum, or another ``optimizer``.
 
-    Adam's and AdamW's running means start anew in every round; their betas are 0.9 and 0.999, their epsilon 1e-8.
+    Adam and AdamW start with new running means in every round; their betas are 0.9 and 0.999, their epsilon is 1e-8.
     ``learning_rate``: the learning rate of this round, after any schedule. ``momentum``: in [0, 1). ``batch_size``: at
-    least 1; the last batch of an epoch may be smaller. ``epochs``: the number of epochs, which may have a fraction: a
-    part of the last epoch. ``steps``: if not 0, the number of steps, in place of ``epochs``. When all records have been
-    used, the records are shuffled again. ``label_smoothing``: the share of every label that is distributed evenly over
+    least 1; the last batch of an epoch may be smaller. ``epochs``: the number of epochs; 1.5 means that only half of
+    the second epoch is trained. ``steps``: if not 0, the number of steps, in place of ``epochs``. When all records have
+    been used, they are shuffled again. ``label_smoothing``: the share of every label that is distributed evenly over
     all classes. ``clip_norm``: the maximum L2 norm of the gradient of a step, all parameters together (0: no maximum).
+    ``augment``: the random augmentation of images, drawn anew for each use of a record.
+
     The gradient is clipped after the local plan's corrections are added, and before weight decay and momentum. So a
-    correction that cancels the gradient at the optimum is clipped together with the gradient, and still cancels it.
-    FedDyn's released code does the same, because its correction is part of the loss. (That code does not clip one term
-    of FedDyn's gradient: alpha w for the parameters w, which it adds as weight decay.) ``augment``: the random
-    augmentation of images, drawn anew for each use of a record.
+    correction that cancels the gradient at the optimum still cancels it after clipping. FedDyn's released code has the
+    same order, because its correction is part of the loss. (Only one term is not clipped there: alpha w for the
+    parameters w, which that code adds as weight decay.)
     """
 
     learning_rate: float
@@ -232,9 +234,9 @@ class LocalSettings:
         """Return the number of steps of a client with ``num_examples`` records, rounded up to a whole number."""
         if self.steps and num_examples:
             return self.steps
-        if self.epochs % 1 == 0:  # a fast result for whole numbers of epochs, because Fraction is slow
+        if self.epochs % 1 == 0:  # the fast case of whole epochs, because Fraction is slow
             return int(self.epochs) * self.num_batches(num_examples)
-        # Fraction is exact for the decimal number. As floats, 1.1 * 10 is above 11 and would be rounded up to 12.
+        # Fraction is exact for decimal numbers. In floats, 1.1 * 10 is above 11 and would be rounded up to 12.
         return math.ceil(Fraction(str(self.epochs)) * self.num_batches(num_examples))
 
     def num_batches(self, num_examples: int) -> int:
@@ -248,7 +250,7 @@ class LocalSettings:
 
 @dataclass(frozen=True)
 class LocalTask:
-    """The request to one client in one round: everything that the client half of an algorithm may read.
+    """The request to one client in one round: all data that the client part of an algorithm may read.
 
     ``server_round``: from 1. ``client``: the client ID, from 0 to ``num_clients`` - 1. ``settings``: the settings of
     the client's training. ``params``: the received model. ``broadcast``: further tensors from the server. ``state``:
@@ -280,7 +282,7 @@ class Trained:
     ``params``: the new model. ``momentum_buffers``: the optimiser's momentum buffers. ``num_steps``: the number of
     steps. ``loss``: the mean loss of all steps, None without a step (an empty shard). ``feature_sums``: shape (C, d)
     for C classes and d features, given if the plan asks for it. Features are the inputs of the new model's last linear
-    layer. A row has the sum of the features over the client's records of one class. ``statistics``: the running
+    layer. Row c is the sum of the features of the client's records of class c. ``statistics``: the running
     statistics of the new model's BatchNorm layers. ``personal``: the new values of the parameters that stay with the
     client; in an algorithm's ``finish``, ``params`` has only the sent parameters. ``further``: the results of the
     algorithm's further models, by name (fl_sim.local_plan.FurtherModels), or further tensors from a course:
@@ -297,7 +299,7 @@ class Trained:
     personal: Params = field(default_factory=dict)
 
     def followed_by(self, later: Trained) -> Trained:
-        """Return the result of two trainings in a row: this training, then ``later``, which continued it."""
+        """Return the joint result of two successive trainings: this training, and ``later``, its continuation."""
         losses = [(one.loss, one.num_steps) for one in (self, later) if one.loss is not None]
         steps = self.num_steps + later.num_steps
         loss = sum(loss * count for loss, count in losses) / sum(count for _, count in losses) if losses else None
@@ -350,7 +352,7 @@ class ClientUpdate:
 
 @dataclass(frozen=True)
 class Reply:
-    """One client's update as received by the server. ``packed``: the groups of tensors that are still compressed."""
+    """One client's update at the server. ``packed``: the groups of tensors that are still compressed."""
 
     client: int
     payloads: Payloads
@@ -366,8 +368,8 @@ class Cohort:
     ``expected_size``: the cohort size that the sampler plans (a fixed size, or sampling rate times population), not the
     number of replies. ``num_holders``: the number of clients with records to train on, among all ``num_clients``
     clients; None means all clients. ``seed``: the run's seed. ``memory``: the tensors that the aggregator stored after
-    the last round. ``own``: the payloads of an update that the server itself trained, for aggregators that compare
-    updates with it.
+    the last round. ``own``: the payloads of an update that the server itself trained; some aggregators compare the
+    clients' updates with this update.
     """
 
     server_round: int
@@ -411,13 +413,13 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Aggregate:
-    """The means over a round's clients. The server half of an algorithm receives no other data of a round.
+    """The means over a round's clients. The server part of an algorithm receives no other data of a round.
 
     ``payloads``: the means of the clients' payloads, by group. ``participation``: the number of clients whose updates
     are in the means, divided by the number of clients with records. Under Global DP the set of clients with records is
-    secret. Then ``participation`` is the expected number of clients, which is public, divided by the number of all
-    clients. ``without_effect``: a warning if the aggregator had no effect, because it returned the plain mean of the
-    updates; else empty. ``memory``: the tensors that the aggregator stores for the next round.
+    secret. In this case, ``participation`` is the public expected cohort size, divided by the number of all clients.
+    ``without_effect``: a warning if the aggregator had no effect, because its result is the plain mean of the updates;
+    else empty. ``memory``: the tensors that the aggregator stores for the next round.
     """
 
     payloads: Payloads
@@ -430,9 +432,9 @@ class Aggregate:
 class ServerState:
     """The server state: the global model (``params``), and tensors for clients (``broadcast``) and server (``memory``).
 
-    ``layers``: the means, over clients, of the running statistics of BatchNorm layers after the last round. If
-    BatchNorm layers are personal, ``layers`` also holds the means of their parameters. Algorithms neither read nor
-    change ``layers``.
+    ``layers``: the means, over clients, of the running statistics of BatchNorm layers after the last round. If the
+    clients' BatchNorm layers are personal, ``layers`` also contains the means of the parameters of these layers.
+    Algorithms neither read nor change ``layers``.
     """
 
     params: Params

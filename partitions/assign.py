@@ -15,7 +15,7 @@ The configuration is a plain dict, so pydantic is not required.
 """
 
 USUAL_MIN_SIZE = 10
-"""The minimum number of records per client in NIID-Bench, for partitions that draw the sizes of shards at random."""
+"""The minimum number of records per client in NIID-Bench, for partitions with random sizes of shards."""
 
 MAX_BETA = 1e6
 """The largest allowed ``beta`` of Dir(beta). With this value, the clients' shares differ by about 0.1 % only.
@@ -27,11 +27,11 @@ numpy overflows for much larger values.
 def check_drawn(beta: float, min_size: int | None) -> None:
     """Check the parameters of a partition that draws class shares or shard sizes from Dir(``beta``).
 
-    Raises ImpossibleSplit unless 0 < ``beta`` <= 1e6. Also raises ImpossibleSplit if ``min_size`` is negative; None
-    means that it is not set.
+    Raises ImpossibleSplit unless 0 < ``beta`` <= 1e6. Also raises ImpossibleSplit if ``min_size`` is negative; the
+    value None means that no minimum is set.
     """
-    if not 0 < beta <= MAX_BETA:  # NaN is refused, too: every comparison with NaN is False
-        raise ImpossibleSplit(f"beta={beta} is outside (0, {MAX_BETA:g}]; for equal shards use iid")
+    if not 0 < beta <= MAX_BETA:  # also refuses NaN: every comparison with NaN is False
+        raise ImpossibleSplit(f"beta={beta} is outside (0, {MAX_BETA:g}]; for equal shards use the partition iid")
     if min_size is not None and min_size < 0:
         raise ImpossibleSplit(f"min_size={min_size} must be at least 0")
 
@@ -39,12 +39,12 @@ def check_drawn(beta: float, min_size: int | None) -> None:
 def drawn_until(
     draw: Callable[[], Indices], min_size: int | None, num_draws: int, message: Callable[[int, int], str]
 ) -> Indices:
-    """Draw each client's number of records until all have at least ``min_size`` records. Return the last draw.
+    """Draw the clients' numbers of records until each client has ``min_size`` records. Return the last draw.
 
     ``draw``: a function that returns one draw, of shape (clients,) or (clients, classes). It is called at most
-    ``num_draws`` times. If ``min_size`` is None, the minimum is 10, as in NIID-Bench. Then the last draw is returned
-    even if it does not reach 10. If ``min_size`` is given and no draw reaches it, ImpossibleSplit is raised with the
-    text ``message(num_draws, most)``. ``most`` is the largest number of records that the smallest client had in any
+    ``num_draws`` times. If ``min_size`` is None, the minimum is 10, as in NIID-Bench, and the last draw is returned
+    even if a client has fewer records. If ``min_size`` is given and no draw reaches this minimum, ImpossibleSplit is
+    raised with the text ``message(num_draws, most)``. Here ``most`` is the size of the smallest client in the best
     draw.
     """
     wanted, most = USUAL_MIN_SIZE if min_size is None else min_size, 0
@@ -86,9 +86,9 @@ def count_classes(labels: Indices, num_partitions: int) -> Indices:
 def cut(shares: NDArray[np.float64], total: int) -> Indices:
     """Divide ``total`` records in proportion to ``shares``, and return the whole number of records for each share.
 
-    The shares sum to 1. Their cumulative sums are rounded to the nearest integer. So each number differs from its share
-    of ``total`` by at most 1. (NIID-Bench rounds cumulative sums down. The last client then gets one extra record of
-    nearly every class.)
+    The shares sum to 1. The cumulative sums of shares times ``total`` are rounded to the nearest integer. So each
+    number of records differs from the exact product by at most 1. (NIID-Bench rounds cumulative sums down, so the last
+    client gets one extra record of nearly every class.)
     """
     bounds = np.rint(np.cumsum(shares) * total).astype(np.int64)
     return np.diff(bounds, prepend=0)
@@ -97,7 +97,7 @@ def cut(shares: NDArray[np.float64], total: int) -> Indices:
 def deal(labels: Indices, counts: Indices, rng: Generator) -> Parts:
     """Assign ``counts[i, c]`` randomly chosen records of class c to client i, for all clients and classes.
 
-    ``counts``: shape (clients, classes). If a class has more records than its counts sum to, the remaining records
+    ``counts``: shape (clients, classes). If a class has more records than the sum of its counts, the remaining records
     belong to no client.
     """
     num_partitions, num_classes = counts.shape

@@ -25,19 +25,20 @@ class Drift:
     """The shards drift from one partition to another: each record moves once, from its old client to its new client.
 
     ``over``: the partition at the start. ``to``: the partition at the end, for the same clients. ``first_round``: the
-    last round before the first move. ``last_round``: the round from which all records have moved. ``to_seed``: with 0,
-    the partition at the end draws the same random numbers as a run with this partition and the same seed; another
-    number gives another draw. For example, ``dirichlet:0.1`` may drift to another draw of ``dirichlet:0.1``.
+    last round before the first move. ``last_round``: the first round in which all records have moved. ``to_seed``: 0
+    means that ``to`` gives the same shards as in a run with the partition ``to`` and the same seed; any other number
+    gives another draw. For example, ``dirichlet:0.1`` may drift to another draw of ``dirichlet:0.1``.
 
     In round t, a share s = (t - first round) / (last round - first round), clipped to [0, 1], of the records has moved.
-    This holds for each pair of clients: of m records that go from client i to client k, s m have moved, rounded up or
-    down. The records of a pair move in a random order. So client i has about (1 - s) of its first shard and s of its
-    last shard. No record moves back, and in each round a record belongs to at most one client. The seed of the
-    partition determines all shards. This rule is fl-sim's own; the literature has no common definition.
+    This is true for each pair of clients: of m records that go from client i to client k, s m have moved, rounded up or
+    down. The records of a pair move in a random order. So client i has about the share 1 - s of its first shard and the
+    share s of its last shard. No record moves back, and in each round a record belongs to at most one client. The seed
+    of the partition determines all shards. This rule is fl-sim's own; the literature has no common definition.
 
     Only training records move; the test set stays the same. Client accuracies use the class distributions of the round.
     Client states, such as SCAFFOLD's control variates, come from earlier shards. Settings that need fixed shards are
-    refused. So are runs that promise privacy: an epsilon for a client would not cover a record that two clients hold.
+    refused. Runs that promise privacy are also refused: one client's epsilon would not cover a record that two clients
+    have had.
     """
 
     kind: Literal["drift"] = field(default="drift", kw_only=True)
@@ -56,20 +57,20 @@ class Drift:
         if not 1 <= self.first_round < self.last_round:
             raise ImpossibleSplit(
                 f"drift: first_round={self.first_round} and last_round={self.last_round}: take rounds from 1 with "
-                "first_round below last_round; for a sudden change take two successive rounds"
+                "first_round below last_round; for a sudden change set two successive rounds"
             )
         if self.to_seed < 0:
             raise ImpossibleSplit(f"drift: to_seed={self.to_seed} must be at least 0")
 
     @property
     def uses_labels(self) -> bool:
-        """True if one of the two partitions uses labels (see ``ByLabels``)."""
+        """True if one of the partitions ``over`` and ``to`` uses labels (see ``ByLabels``)."""
         return uses_labels(self.over) or uses_labels(self.to)
 
     def remarks(self, experiment: Any) -> list[str]:
         """Return warnings for the user if no record moves, or if the run ends before the last move."""
         found = list[str]()
-        if getattr(experiment.algorithm, "is_central", False):  # one client holds all records, and none moves
+        if getattr(experiment.algorithm, "is_central", False):  # a single client has all records, and no record moves
             return found
         if self.over == self.to and not self.to_seed:
             found.append(
@@ -83,7 +84,7 @@ class Drift:
         return found
 
     def share_in(self, server_round: int) -> float:
-        """Return the share of the moves that are done in a round, in [0, 1]."""
+        """Return the share of records that have moved before or in round ``server_round``, in [0, 1]."""
         done = (server_round - self.first_round) / (self.last_round - self.first_round)
         return min(1.0, max(0.0, done))
 
@@ -103,7 +104,7 @@ class Drift:
 
         Raises ImpossibleSplit if ``over`` or ``to`` cannot assign the records to ``num_partitions`` clients.
         """
-        # Both partitions get a copy of rng. Its state is the same as in a run with that partition and without drift.
+        # Each partition gets a copy of rng with the same state as in a run with only this partition, without drift.
         same, another = copy.deepcopy(rng), copy.deepcopy(rng)
         key = rng.integers(2**32, size=4).tolist()
         if self.to_seed:

@@ -1,4 +1,4 @@
-"""Feature skew: clients have noise of different strengths (NIID-Bench, Li et al. 2022, 4.2) or different sources."""
+"""Feature skew: clients have different noise (NIID-Bench, Li et al. 2022, section 4.2) or different sources."""
 
 import math
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ class FeatureNoise:
     ``sigma``: the strength of the noise, in units of raw inputs (a pixel value is between 0 and 1). ``variant``:
     "paper" gives client i of K noise of *variance* sigma * i / K, i = 1..K; test records have no noise. "niid-bench"
     follows NIID-Bench's code: client i has noise of *standard deviation* sigma * i / (K - 1), i = 0..K-1, and test
-    records are noisy, too. NIID-Bench's code makes one copy of the test set for each client; here test record j has the
-    noise of client j mod K.
+    records are noisy, too. In one point it differs: NIID-Bench's code makes one noisy copy of the test set for each
+    client; here, the only copy of test record j has the noise of client j mod K.
     """
 
     kind: Literal["feature-noise"] = field(default="feature-noise", kw_only=True)
@@ -41,10 +41,10 @@ class FeatureNoise:
     def remarks(self, experiment: object) -> list[str]:
         """Return a warning for the user if ``sigma`` is 0: then no input is noisy."""
         del experiment
-        return [] if self.sigma else ["partition.sigma=0 has no effect: no input is noisy, and shards are as with iid"]
+        return [] if self.sigma else ["partition.sigma=0 has no effect: no input is noisy, and shards are those of iid"]
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
-        """Return the record indices of every client, as ``Iid.split`` does; sizes differ by at most 1.
+        """Return the record indices of every client, as in ``Iid.split``. The sizes of shards differ by at most 1.
 
         Raises ImpossibleSplit for more clients than records.
         """
@@ -68,9 +68,9 @@ class FeatureNoise:
     def noise_variance(self, client: int, num_partitions: int) -> float:
         """Return the variance of the noise of ``client`` (numbered from 0), in squared units of raw inputs.
 
-        In the variant "paper", client 0 is the paper's i = 1: every client has noise, and the last client's variance is
-        ``sigma``. In the variant "niid-bench", client 0 has no noise, and the last client's variance is ``sigma``
-        squared.
+        In the variant "paper", every client has noise (client 0 is the client i = 1 of the paper), and the last
+        client's variance is ``sigma``. In the variant "niid-bench", client 0 has no noise, and the last client's
+        variance is ``sigma`` squared.
         """
         if self.variant == "niid-bench":
             return (self.sigma * client / max(1, num_partitions - 1)) ** 2
@@ -82,7 +82,8 @@ class Natural:
     """Each client receives all records of one or more sources, such as hospitals (LEAF, Caldas et al. 2018).
 
     If there are as many sources as clients, client i receives the i-th source, in ascending order of source IDs. If
-    there are more, the sources are divided at random, and clients' numbers of sources differ by at most one.
+    there are more sources than clients, the sources are divided at random, and the numbers of sources per client differ
+    by at most one.
     """
 
     kind: Literal["natural"] = field(default="natural", kw_only=True)

@@ -3,10 +3,10 @@
 All partitions of this module except ``Domain`` form such groups, and change the records of clients by group. ``Domain``
 uses the groups that the data set has: the sources of its records.
 
-Clustered and personalised methods are tested on such groups (Sattler et al. 2021, Ghosh et al. 2020). The group of a
-client is public. The inner partition ``over`` assigns records to clients. The outer partition then changes a client's
-training records, validation records and own test records. The global test set is not changed. Group 0 keeps its records
-unchanged, so the global test set has the inputs and labels of group 0.
+Such groups serve to test clustered and personalised methods (Sattler et al. 2021, Ghosh et al. 2020). The group of a
+client is public. The inner partition ``over`` assigns records to clients. The outer partition (of this module) then
+changes a client's training records, validation records and own test records. The global test set is not changed. Group
+0 keeps its records unchanged, so the global test set has the inputs and labels of group 0.
 """
 
 import math
@@ -37,14 +37,14 @@ from partitions.scheme import (
 )
 
 COLOURS: Final = {1: "grey", 3: "colour"}
-"""{number of channels: kind of image}, for the images that ``Colour`` supports."""
+"""{number of channels: name of this kind of image}, for the images that ``Colour`` supports."""
 
 
 _IID: Final = Iid()
 
 
 class AnyPartition:
-    """Type annotation for a field that holds a partition: fl-sim parses the field like the setting ``partition``.
+    """Type annotation for a field whose value is a partition: fl-sim parses the field like the setting ``partition``.
 
     pydantic calls the method of this class. fl-sim requires pydantic; the package ``partitions`` requires only numpy.
     """
@@ -72,7 +72,7 @@ class OverSplit:
     def __post_init__(self) -> None:
         if self.k < 2:
             raise ImpossibleSplit(
-                f"{self._name}: k={self.k} groups: take at least 2, or take the partition in `over` directly"
+                f"{self._name}: k={self.k} groups: take at least 2, or use the partition in `over` directly"
             )
         check_inner(self._name, self.over)
 
@@ -82,7 +82,7 @@ class OverSplit:
 
     @property
     def keeps_sources(self) -> bool:
-        """True if the inner partition ``over`` gives each client records of one source only (see ``WithinSources``)."""
+        """True if, with partition ``over``, each client has records of only one source (see ``WithinSources``)."""
         return isinstance(self.over, WithinSources) and self.over.keeps_sources
 
     @property
@@ -97,8 +97,8 @@ class OverSplit:
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
         """Return the record indices of every client, as assigned by the inner partition ``over``.
 
-        Raises ImpossibleSplit for fewer clients than groups. A single client is allowed, too. It is in group 0, so the
-        partition does not change its records.
+        Raises ImpossibleSplit for fewer clients than groups. A single client is also allowed. This client is in group
+        0, so the partition does not change its records.
         """
         self._check_groups(num_partitions)
         return self.over.split(labels, num_partitions, rng)
@@ -184,7 +184,7 @@ class Rotate(OverSplit):
 class Invert(OverSplit):
     """The images of the last group are negatives: a pixel p becomes 255 - p. All other groups keep their images.
 
-    So one client in ``k`` has negatives: with ``invert:2`` half of the clients.
+    So one of every ``k`` clients has negatives: with ``invert:2``, half of the clients.
     """
 
     kind: Literal["invert"] = field(default="invert", kw_only=True)
@@ -202,7 +202,7 @@ class Invert(OverSplit):
 
 @dataclass(frozen=True)
 class Colour(OverSplit):
-    """The images of each group except the first look as if lit by coloured light, which darkens some channels.
+    """The images of each group except the first are changed as if by coloured light, which darkens some channels.
 
     Each channel is multiplied by a factor between 1/2 and 1, and rounded. In colour images, group g = 1, 2, ... has
     light of the hue (g - 1) / (``k`` - 1) on the colour circle, where 0 is red. Grey images have one channel and no
@@ -249,8 +249,8 @@ class Colour(OverSplit):
 class PermuteLabels(OverSplit):
     """A permutation of the classes changes the labels of each group except the first. All permutations differ.
 
-    The inputs stay as they are, so the same input has another label in another group (Sattler et al. 2021). The seed of
-    the partition determines the permutations. There are at most as many groups as permutations.
+    The inputs do not change, so the same input has different labels in different groups (Sattler et al. 2021). The seed
+    of the partition determines the permutations. The number of groups is at most the number of permutations.
     """
 
     kind: Literal["permute-labels"] = field(default="permute-labels", kw_only=True)
@@ -260,7 +260,7 @@ class PermuteLabels(OverSplit):
 
     @property
     def uses_labels(self) -> bool:
-        """Return True, because each group of clients has labels of its own (see ``ByLabels``)."""
+        """Return True, because the labels of a client depend on its group (see ``ByLabels``)."""
         return True
 
     @property
@@ -279,7 +279,7 @@ class PermuteLabels(OverSplit):
 
     def permutations(self, num_classes: int, rng: Generator) -> Indices:
         """Return the new label of each class in each group, shape (``k``, ``num_classes``). All rows differ."""
-        rows = {tuple(range(num_classes)): None}  # a dict drops repeated rows and keeps the order of rows
+        rows = {tuple(range(num_classes)): None}  # a dict ignores repeated rows, and preserves the order
         while len(rows) < self.k:
             rows[tuple(rng.permutation(num_classes).tolist())] = None
         return np.array(list(rows), dtype=np.int64)
@@ -355,9 +355,9 @@ class Domain:
 
 
 def check_inner(name: str, inner: object, field_name: str = "over") -> None:
-    """Raise ImpossibleSplit unless ``inner`` is a partition that only assigns records, in the same way in all rounds.
+    """Raise ImpossibleSplit unless ``inner`` is a partition that only assigns records, equally in all rounds.
 
-    ``name``: the outer partition. ``field_name``: its field with the inner partition.
+    ``name``: the name of the outer partition. ``field_name``: the field of the outer partition that contains ``inner``.
     """
     if isinstance(inner, str) or not hasattr(inner, "split"):
         raise ImpossibleSplit(f"{name}: {field_name}={inner!r} is no partition: give an object, such as Dirichlet(0.3)")

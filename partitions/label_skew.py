@@ -1,4 +1,4 @@
-"""Label skew: clients have few classes, or unequal shares of all classes (NIID-Bench, Li et al. 2022, 4.1)."""
+"""Label skew: clients have few classes, or unequal shares of all classes (NIID-Bench, Li et al. 2022, section 4.1)."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,12 +70,12 @@ class LabelK:
 class Dirichlet:
     """Each class is divided among K clients in random shares from Dir_K(``beta``). A small ``beta`` means strong skew.
 
-    The shares are drawn again until every client has enough records, at most 1000 times. The limit is lower if clients
-    times classes exceed 5000. ``min_size``: the minimum number of records of each client. If no draw reaches a given
-    minimum, the partition is refused. The default (None) aims at 10 records, the minimum of NIID-Bench. If no draw
-    reaches 10, the last draw is used, with small and empty shards. (Dir(0.05) over 100 clients nearly always leaves
-    some clients empty.) ``balanced``: True for NIID-Bench's variant: a client that has N/K of all N records receives no
-    further classes.
+    The shares are drawn again until every client has enough records, at most 1000 times. The limit is lower if the
+    number of clients times the number of classes exceeds 5000. ``min_size``: the minimum number of records of each
+    client. If it is set and no draw reaches it, the partition is refused. By default (None), the minimum is 10 as in
+    NIID-Bench. If no draw reaches 10, the last draw is used, with small and empty shards. (Dir(0.05) over 100 clients
+    nearly always leaves some clients empty.) ``balanced``: True for NIID-Bench's variant: a client that has N/K of all
+    N records receives no further classes.
     """
 
     kind: Literal["dirichlet"] = field(default="dirichlet", kw_only=True)
@@ -97,7 +97,7 @@ class Dirichlet:
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return the sorted record indices of every client. Every record belongs to a client; a client may be empty.
 
-        Raises ImpossibleSplit for more clients than records, and if no draw reaches a given ``min_size``.
+        Raises ImpossibleSplit for more clients than records, and if no draw reaches ``min_size`` (unless it is None).
         """
         class_sizes = assign.count_classes(labels, num_partitions)
         wanted = assign.USUAL_MIN_SIZE if self.min_size is None else self.min_size
@@ -121,7 +121,7 @@ class Dirichlet:
         for c in np.flatnonzero(class_sizes):
             has_room = sizes < fair
             share = rng.dirichlet(np.full(num_partitions, self.beta)) * has_room
-            # With a tiny beta, one client may draw the whole class. If this client is full, all remaining shares are 0.
+            # With a tiny beta, one client may get the whole class. If this client is full, all remaining shares are 0.
             if share.sum() == 0:
                 share[rng.choice(np.flatnonzero(has_room))] = 1.0
             counts[:, c] = assign.cut(share / share.sum(), int(class_sizes[c]))
@@ -141,7 +141,7 @@ class Shards:
     """The records are sorted by label and cut into pieces. Each client receives ``shards_per_client`` random pieces.
 
     For K clients the sorted records are cut into K * ``shards_per_client`` pieces, whose sizes differ by at most 1. A
-    piece may contain the end of one class and the start of the next. So a client can have more classes than pieces.
+    piece may contain records of two or more classes, so a client can have more classes than pieces.
     """
 
     kind: Literal["shards"] = field(default="shards", kw_only=True)

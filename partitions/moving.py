@@ -16,8 +16,8 @@ class MovingParts:
     """The shards of all rounds. A record moves at most once, so it belongs to at most one client in each round.
 
     ``first``: the shards at the start. ``last``: the shards after all moves, for the same clients. ``rounds``: shape
-    (records,). Record j belongs to its client in ``first`` before round ``rounds[j]``, and to its client in ``last``
-    from this round on. A record may belong to no client in ``first`` or in ``last``.
+    (records,). Before round ``rounds[j]``, record j belongs to its client in ``first``. From this round on, it belongs
+    to its client in ``last``. A record may belong to no client in ``first`` or in ``last``.
     """
 
     first: Parts
@@ -65,7 +65,7 @@ class ByRound(Protocol):
 
 
 def owner_of(parts: Parts, num_records: int) -> Indices:
-    """Return the client of each record, shape (``num_records``,); the number of clients for a record without one."""
+    """Return the client of each record, shape (``num_records``,); the number of clients means no client."""
     owner = np.full(num_records, len(parts))
     owner[parts.records] = parts.owners
     return owner

@@ -1,4 +1,4 @@
-"""Partitions that ignore labels: shards of equal or of random sizes (NIID-Bench, Li et al. 2022, 4.3)."""
+"""Partitions that ignore labels: shards of equal or of random sizes (NIID-Bench, Li et al. 2022, section 4.3)."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -33,9 +33,9 @@ class Quantity:
     """Shards of unequal sizes, independent of labels: the clients' shares of all records are drawn from Dir(``beta``).
 
     The shares are drawn again until every client has enough records, at most 1000 times. ``min_size``: the minimum
-    number of records of each client. If no draw reaches a given minimum, the partition is refused. 0 accepts the first
-    draw. The default (None) aims at 10 records, the minimum of NIID-Bench. If no draw reaches 10, the last draw is
-    used, with small and empty shards. This happens if beta is small or clients are many.
+    number of records of each client; with 0, the first draw is used. If it is set and no draw reaches it, the partition
+    is refused. By default (None), the minimum is 10 as in NIID-Bench. If no draw reaches 10, the last draw is used,
+    with small and empty shards. This happens if beta is small or the number of clients is large.
     """
 
     kind: Literal["quantity"] = field(default="quantity", kw_only=True)
@@ -55,7 +55,7 @@ class Quantity:
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Parts:
         """Return the sorted record indices of every client. Every record belongs to a client; a client may be empty.
 
-        Raises ImpossibleSplit for more clients than records, and if no draw reaches a given ``min_size``.
+        Raises ImpossibleSplit for more clients than records, and if no draw reaches ``min_size`` (unless it is None).
         """
         num_records = len(labels)
         check_sizes(num_records, num_partitions)

@@ -23,7 +23,7 @@ class ImpossibleSplit(ValueError):  # noqa: N818 (the name states the problem, s
 
 
 class Scheme(Protocol):
-    """The interface of every partition, including a user's own. The method ``split`` assigns records to clients."""
+    """The interface of every partition, also of user-defined ones. The method ``split`` assigns records to clients."""
 
     def split(self, labels: Indices, num_partitions: int, rng: Generator) -> Sequence[Indices]:
         """Return the record indices of every client: ``num_partitions`` disjoint, sorted arrays.
@@ -65,7 +65,7 @@ class WithinSources(Protocol):
 
 @runtime_checkable
 class ByLabels(Protocol):
-    """A partition that may use the labels of records, such as a label skew. Records without labels do not fit it."""
+    """A partition that may use the labels of records, such as a label skew. It needs records with labels."""
 
     @property
     def uses_labels(self) -> bool:
@@ -117,9 +117,9 @@ class RecordSkew(Protocol):
     ) -> tuple[Stored, Indices]:
         """Return the changed inputs and labels of ``client``, with unchanged shapes and types.
 
-        Clients are numbered from 0. ``inputs``: as stored, before normalisation; images of bytes have shape (records,
-        channels, height, width). ``rng`` gives the same random numbers in each call, for all clients. The method must
-        not write to ``inputs`` or ``labels``.
+        Clients are numbered from 0. ``inputs``: the stored inputs, before normalisation; images of bytes have shape
+        (records, channels, height, width). ``rng`` gives the same random numbers in each call, for all clients. The
+        method must not write to ``inputs`` or ``labels``.
         """
         ...
 
@@ -157,7 +157,7 @@ class Parts(Sequence[Indices]):
     def __getitem__(self, client: int | slice) -> Indices | list[Indices]:
         if isinstance(client, slice):
             return [self[one] for one in range(len(self))[client]]
-        one = range(len(self))[client]  # allows negative IDs; raises IndexError for too large ones
+        one = range(len(self))[client]  # allows negative IDs; raises IndexError for an ID out of range
         return self.records[self.bounds[one] : self.bounds[one + 1]]
 
     @property

@@ -50,7 +50,7 @@ class AggregatorMemory(Layer):
         return self.inner.aggregate(replace(cohort, memory=server.memory[MEMORY]), algorithm, server)
 
     def foreseen(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
-        """Return the aggregate that ``cohort`` would have. Attacks call this method to try forged updates.
+        """Return the aggregate that ``cohort`` would have. Attacks call this method to test forged updates.
 
         The call does not change the aggregator's memory.
         """

@@ -26,7 +26,7 @@ class Aggregator(Protocol):
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the aggregate of the updates of clients with records, or None if no client has records.
 
-        Raises RunError, which names client and round, if an update cannot be used.
+        Raises RunError, with the client and the round in its message, if an update cannot be used.
         """
         ...
 
@@ -53,7 +53,7 @@ class WeightedMean(Settings):
             if trained
             else {}
         )
-        # If an update contains a number that is not finite, so does the mean. So a finite mean needs no further check.
+        # A single update that is not finite makes the mean not finite. So a finite mean needs no further check.
         apart = [reply for reply in cohort.replies if reply.num_examples == 0 or not _has_finite_loss(reply)]
         for reply in apart if is_finite(payloads) else cohort.replies:
             check_finite(reply, cohort.server_round)
@@ -64,7 +64,7 @@ def check_weighing(experiment: Choices) -> None:
     """Raise ValueError if the algorithm computes the clients' weights and the aggregator is not the plain mean."""
     if isinstance(experiment.algorithm, Weighing) and type(experiment.aggregator) is not WeightedMean:
         raise ValueError(
-            f"algorithm {kind_of(experiment.algorithm)} computes the clients' weights from their updates, and only "
+            f"algorithm {kind_of(experiment.algorithm)} computes the clients' weights from their updates, but only "
             "aggregator mean uses such weights: leave aggregator out"
         )
 
@@ -181,14 +181,14 @@ def from_row(row: torch.Tensor, like: Payloads) -> Payloads:
 def ordered(rows: torch.Tensor) -> torch.Tensor:
     """Return ``rows`` with the values of every column in ascending order.
 
-    NumPy sorts many short columns several times faster than PyTorch, which sorts one column after the other.
+    For many short columns, NumPy is several times as fast as PyTorch, which sorts the columns one by one.
     """
     return torch.from_numpy(np.sort(rows.numpy(), axis=0))
 
 
 def squared_distances(rows: torch.Tensor) -> torch.Tensor:
     """Return the squared distances between all pairs of ``rows``, float64 (n, n)."""
-    centred = (rows - rows.mean(dim=0)).double()  # centring keeps all distances, and reduces rounding errors
+    centred = (rows - rows.mean(dim=0)).double()  # centring changes no distance, and reduces rounding errors
     products = centred @ centred.T
     squares = products.diagonal()
     distances: torch.Tensor = (squares[:, None] + squares[None, :] - 2 * products).clamp(min=0).fill_diagonal_(0)
@@ -203,7 +203,7 @@ def as_named(payloads: Payloads) -> Params:
 def row_like(named: Params, like: Payloads, prefix: str = "") -> torch.Tensor:
     """Join the tensors in ``named`` into one vector, in the order of the tensors of an update.
 
-    ``like``: the payloads of an update. Tensors that are missing in ``named`` count as zeros.
+    ``like``: the payloads of an update. Tensors that are missing in ``named`` are replaced by zeros.
 
     ``prefix``: the beginning of each tensor's name in ``named``.
     """

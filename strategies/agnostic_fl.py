@@ -21,15 +21,15 @@ class AgnosticFL(SendingLoss):
 
     x is the global model, y_i the trained model of client i, and F_i the loss of x on all training records of client i.
     F is the vector of all F_i. A mixture lambda is one weight per client: at least 0, with sum 1. The first lambda has
-    equal weights. Proj gives the nearest mixture. ``mixture_learning_rate``: the learning rate r of lambda; 0 is FedAvg
-    with equal weights. ``average``: if true, the mean of the models after all rounds is evaluated and saved, as in the
-    paper. If false, the last model is evaluated. In both cases clients continue from the last model. The mean also
-    contains the poor models of the first rounds, so for many rounds the mean is worse than the last model. In the paper
-    a client makes one step in a round; here clients make their usual local steps.
+    equal weights. Proj maps a vector to the nearest mixture. ``mixture_learning_rate``: the learning rate r of lambda;
+    0 is FedAvg with equal weights. ``average``: if true, the mean of the models after all rounds is evaluated and
+    saved, as in Mohri et al. 2019. If false, the last model is evaluated. In both cases clients continue from the last
+    model. The mean also contains the poor models of the first rounds, so during many rounds the mean is worse than the
+    last model. In Mohri et al. 2019 a client makes one step in a round; here clients make their usual local steps.
 
-    All clients must take part in every round, because each weight depends on all losses. If a client is late, it keeps
-    its weight, and the updates of all other clients are averaged in proportion to their weights. The server sees every
-    F_i. The algorithm ``afl`` is another method, analytic federated learning.
+    All clients must take part in every round, because each weight depends on all losses. If a client is late, its
+    weight does not change, and the updates of all other clients are averaged in proportion to their weights. The server
+    sees every F_i. The algorithm ``afl`` is a different method, analytic federated learning.
     """
 
     kind: Literal["agnostic-fl"] = "agnostic-fl"

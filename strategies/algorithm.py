@@ -1,7 +1,7 @@
 """The protocols of federated algorithms, and ``Averaging`` (FedAvg), the base class of most algorithms.
 
-An algorithm is a frozen settings object. The methods ``plan`` and ``finish`` are its client half, and the methods
-``init`` and ``merge`` are its server half.
+An algorithm is an immutable settings object. The methods ``plan`` and ``finish`` run on clients, and the methods
+``init`` and ``merge`` run on the server.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Size = TypeVar("Size")
 
 Weighting: TypeAlias = Literal["examples", "uniform"]
-"""The weights of clients in the mean: "examples" is the number of records, "uniform" gives all the same weight."""
+"""The weights of clients in the mean: "examples" means the number of records, "uniform" means equal weights."""
 
 Weigh: TypeAlias = Callable[[Sequence[Reply]], Sequence[float]]
 """A function from the replies of a round to the weights of clients in the mean (see ``Weighing``)."""
@@ -61,7 +61,7 @@ FEDAVG = "this is fedavg"
 """A clause of warnings about a setting with which a method equals FedAvg, for example FedProx with mu 0."""
 
 _LEAST, _MOST = 1e-37, 1e37
-"""Range of absolute values x for which float32 can represent both x and 1 / x."""
+"""The smallest and the largest absolute value x for which float32 can represent both x and 1 / x."""
 
 ONE_STEP = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
 """Local settings with one epoch and batch size 1: the number of local steps equals the number of records."""
@@ -83,7 +83,7 @@ class Algorithm(LocalAlgorithm, Protocol):
 
 @runtime_checkable
 class Dealing(Protocol):
-    """An algorithm that assigns training records to clients itself. For other algorithms the partition does so."""
+    """An algorithm that assigns training records to clients itself, instead of the partition."""
 
     def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
         """Return each client's record indices into the training set. Raises UserError for an unsuitable data set."""
@@ -140,10 +140,10 @@ class Weighing(Protocol):
 
 @runtime_checkable
 class MeanOnly(Protocol):
-    """An algorithm whose server needs the mean of the payloads: robust aggregators, such as the median, do not fit."""
+    """An algorithm whose server needs the mean of the payloads: no robust aggregator can replace the mean."""
 
     def mean_only(self) -> str:
-        """Return a clause for an error message: why the server needs the mean; "" if every aggregator fits.
+        """Return the reason why the server needs the mean, as a clause; "" if it supports every aggregator.
 
         The reason may depend on settings: FedNova does not need the mean if its ``tau_eff`` is set.
         """
@@ -203,7 +203,7 @@ class OfHead(Protocol):
 
 @runtime_checkable
 class Widening(Protocol):
-    """An algorithm whose model has more outputs than classes. The further outputs come after those of the classes."""
+    """An algorithm whose model has more outputs than classes. The outputs of the classes come first."""
 
     further_outputs: ClassVar[int]
 
@@ -215,8 +215,8 @@ class PartialTraining(Protocol):
     def trains(self, trained: Collection[str], frozen: Collection[str]) -> Collection[str]:
         """Return the names of the parameters that are trained or sent; all others are frozen.
 
-        ``trained`` and ``frozen``: the names of the parameters that model and settings train and freeze, respectively.
-        Raises ValueError for a model that does not fit.
+        ``trained``: the names of the parameters that are trained according to the model and the settings. ``frozen``:
+        the names of all other parameters. Raises ValueError for a model that the algorithm does not support.
         """
         ...
 
@@ -226,10 +226,10 @@ class Rebuilding(Protocol):
     """An algorithm that changes the architecture of the experiment's model, for example by adding classifiers."""
 
     def rebuilt(self, model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
-        """Return the model that clients train, made from the newly built ``model``.
+        """Return the model that clients train, made from the new ``model`` of the experiment.
 
         New weights are drawn from torch's global generators, which are seeded. ``input_shape``: the shape of one
-        record. Raises UserError for a model that does not fit.
+        record. Raises UserError for a model that the algorithm does not support.
         """
         ...
 
@@ -239,15 +239,15 @@ class Unfolding(Protocol):
     """An algorithm whose server transforms each update before averaging, for example multiplies low-rank factors."""
 
     def unfolded(self, payloads: Payloads) -> Payloads:
-        """Return the payloads that are averaged, from the payloads that one client sent."""
+        """Transform the payloads that one client sent, and return the payloads for the mean."""
         ...
 
 
 @runtime_checkable
 class Sizing(Protocol):
-    """The server side of an algorithm whose clients have models of different sizes, each a part of the server's model.
+    """The server part of an algorithm whose clients have models of different sizes, parts of the server's model.
 
-    Sizes are public numbers in (0, 1]; 1 is the whole model. The client side is the protocol ``Resizing``, which builds
+    Sizes are public numbers in (0, 1]; 1 is the whole model. The client part is the protocol ``Resizing``, which builds
     the clients' models. A layer of the algorithm aggregates the updates, which have different shapes.
     """
 
@@ -266,10 +266,10 @@ def several(value: object) -> object:
 
 
 def in_turn(sizes: Sequence[Size], client: int, draws: str = "order of widths") -> Size:
-    """Return the size of a client's model, from n ``sizes``. The size of a client never changes.
+    """Return the size of a client's model, one of the n ``sizes``. The size of a client never changes.
 
-    Client IDs are divided into blocks of n consecutive IDs. In each block every size goes to one client, in random
-    order. The order depends only on the block, n, and ``draws``, the name of these random numbers.
+    Client IDs are divided into blocks of n consecutive IDs. In each block, each size is assigned to one client, in a
+    random order. The order depends only on the block, n, and ``draws``, the name of these random numbers.
     """
     block, place = divmod(client, len(sizes))
     return sizes[int(rng(0, draws, block).permutation(len(sizes))[place])]
@@ -277,7 +277,7 @@ def in_turn(sizes: Sequence[Size], client: int, draws: str = "order of widths") 
 
 @runtime_checkable
 class Alternating(Protocol):
-    """An algorithm whose clients send tensors with other names or shapes in different rounds.
+    """An algorithm whose clients send tensors with different names or shapes in different rounds.
 
     The payload template, which has these names and shapes, repeats every ``turns`` rounds.
     """
@@ -290,7 +290,7 @@ class Steered(Protocol):
     """An algorithm with settings, such as step sizes, that can make training diverge."""
 
     knobs: ClassVar[str]
-    """Advice after divergence: the names of these settings, as users type them, and the direction of the change."""
+    """Advice after divergence: the names of these settings, as users type them, and whether to raise or lower them."""
 
 
 class Averaging(Settings):
@@ -303,7 +303,7 @@ class Averaging(Settings):
         for name in type(self).model_fields:
             if isinstance(value := getattr(self, name), float) and value and not _LEAST <= abs(value) <= _MOST:
                 raise ValueError(
-                    f"{name}={value:g} is out of range: models are float32; take 0, or an absolute value from "
+                    f"{name}={value:g} is out of range: models are float32; set it to 0, or to an absolute value from "
                     f"{_LEAST:g} to {_MOST:g}"
                 )
         return self
@@ -327,7 +327,7 @@ class Averaging(Settings):
 
 
 def num_further_outputs(algorithm: object) -> int:
-    """Return the number of the model's outputs that come after those of the classes: 0 for most algorithms."""
+    """Return the number of the model's outputs after the outputs of the classes: 0 for most algorithms."""
     return algorithm.further_outputs if isinstance(algorithm, Widening) else 0
 
 
@@ -379,12 +379,12 @@ def turns_of(algorithm: object) -> int:
 
 
 def client_state_template(algorithm: Algorithm, server: ServerState) -> Payloads:
-    """Return an example of a client state, after one local step. Only names and shapes of its tensors matter."""
+    """Return an example of a client state after one local step. The values of its tensors have no meaning."""
     return _blank_update(algorithm, server, num_examples=1).state
 
 
 def share_template(algorithm: Sharing, input_shape: tuple[int, ...], num_classes: int) -> Params:
-    """Return the tensors that a client without records shares before round 1. Only their names and shapes matter.
+    """Return the tensors that a client without records shares before round 1. Their values have no meaning.
 
     ``input_shape``: the shape of one input.
     """
@@ -401,7 +401,7 @@ def plan_template(
     The example is the plan of a client with one record in round 1.
 
     ``params``: the trained parameters. ``personal``: the setting ``local.personal``. ``pool``: the tensors that clients
-    share before the first round; their values do not matter.
+    share before the first round; their values have no meaning.
     """
     with seeded_alone(0, "template"):
         server = first_state(algorithm, params, personal)
@@ -438,7 +438,7 @@ def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int, 
 def states_sent(algorithm: object, server: ServerState, clients: Sequence[int]) -> list[tuple[float, ServerState, int]]:
     """Return one triple for each model size of ``clients``: (size, server state, number of clients with this size).
 
-    If all clients have whole models, there is one triple, with the size 1 and the state ``server``.
+    If all clients have whole models, the only triple has the size 1 and the state ``server``.
     """
     if not isinstance(algorithm, Sizing):
         return [(1.0, server, len(clients))]
@@ -462,9 +462,9 @@ def check_sgd(algorithm: object, experiment: Choices, why: str) -> None:
 
 
 def check_images(algorithm: object, dataset: Dataset, does: str, cure: str) -> None:
-    """Raise UserError if the records are no images.
+    """Raise UserError if the records are not images.
 
-    ``does``: what the method does with images, such as "makes images". ``cure``: what the user may do instead.
+    ``does``: a verb phrase with the method's use of images, such as "makes images". ``cure``: advice to the user.
     """
     if len(dataset.input_shape) != 3:
         raise UserError(
@@ -474,7 +474,7 @@ def check_images(algorithm: object, dataset: Dataset, does: str, cure: str) -> N
 
 
 def check_proxy(algorithm: object, proxy: str, experiment: Choices) -> None:
-    """Raise UserError if clients hold the records of ``proxy``, the data set with the method's public records."""
+    """Raise UserError if the clients' records are those of ``proxy``, the data set with the method's public records."""
     data = getattr(experiment, "data", "")
     if {*parts_of(proxy)} & {*parts_of(data)}:
         raise UserError(
@@ -486,8 +486,8 @@ def check_proxy(algorithm: object, proxy: str, experiment: Choices) -> None:
 def check_one_shape(experiment: Choices, why: str, cure: str, further: Mapping[str, tuple[str, bool]]) -> None:
     """Raise ValueError if a setting needs updates of one shape, or models of one size.
 
-    ``why``: the reason why updates have several shapes. ``cure``: a way to have one shape. ``further``: {setting:
-    (value, True if the value is allowed)} for settings that only some methods refuse.
+    ``why``: the reason why updates have several shapes. ``cure``: advice for updates of one shape. ``further``:
+    {setting: (value, True if the value is allowed)} for settings that only some methods refuse.
     """
     local = experiment.local
     refused = {
@@ -499,7 +499,7 @@ def check_one_shape(experiment: Choices, why: str, cure: str, further: Mapping[s
     }
     for name, (value, is_usual) in refused.items():
         if not is_usual:
-            raise ValueError(f"{name}={value} needs models of one size, and {why}: leave {name} out, or {cure}")
+            raise ValueError(f"{name}={value} needs models of one size, but {why}: leave {name} out, or {cure}")
 
 
 def check_plain_sgd(algorithm: object, experiment: Choices) -> None:
@@ -513,7 +513,7 @@ def check_plain_sgd(algorithm: object, experiment: Choices) -> None:
 
 
 def accumulated_momentum(num_steps: int, momentum: float) -> float:
-    """Return FedNova's a_i: the distance that ``num_steps`` SGD steps move with gradient 1 and learning rate 1.
+    """Return FedNova's a_i: the total movement by ``num_steps`` SGD steps with gradient 1 and learning rate 1.
 
     a = [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho), with tau = ``num_steps`` and rho = ``momentum``. Without
     momentum, a = tau (Wang et al. 2020, section 4.1).

@@ -65,7 +65,7 @@ class Asking:
 def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]) -> list[Read]:
     """Send a task to clients, and return their answers in ascending order of client IDs. ``read`` decodes an answer.
 
-    Raises RunError, which names the first client whose answer is not valid.
+    Raises RunError, with the name of the first client whose answer is not valid.
     """
     what, made, asked = asking.order.task, [], sorted(asking.contents) or range(len(population.nodes))
     for client, answer in zip(asked, answers_to(grid, population, asking, read), strict=True):
@@ -112,7 +112,7 @@ def by_client(
         if (client := client_of(node)) is not None:
             answers.setdefault(client, []).append(reply)
         elif strict:
-            raise RunError(f"node {node} is no client of this run, but answered: start no other nodes here")
+            raise RunError(f"node {node} is no client of this run, but answered: stop nodes that are not part of it")
     return answers
 
 
@@ -125,7 +125,7 @@ def content_of(replies: Sequence[Message]) -> RecordDict:
         raise Malformed("did not answer in time", cure="see whether it still runs, or give a larger round_timeout")
     if len(replies) > 1:
         raise Malformed(
-            f"answered {len(replies)} times", cure="its update would count more than once: start each client only once"
+            f"answered {len(replies)} times", cure="its update would have too much weight: start each client only once"
         )
     if said := wire.error_of(replies[0]):
         raise Malformed("failed", cure="", said=said)
@@ -164,12 +164,12 @@ def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:
     while len(nodes := list(grid.get_node_ids())) < num_clients:
         if time.monotonic() > deadline:
             raise RunError(
-                f"only {len(nodes)} of {num_clients} nodes connected in {timeout:.0f} s: start as many supernodes as "
-                "clients"
+                f"only {len(nodes)} of {num_clients} nodes connected in {timeout:.0f} s: start one supernode for "
+                "each client"
             )
         time.sleep(_POLL_SECONDS)
     if len(nodes) > num_clients:
-        raise RunError(f"{len(nodes)} nodes for {num_clients} clients: start as many supernodes as clients")
+        raise RunError(f"{len(nodes)} nodes for {num_clients} clients: start exactly one supernode for each client")
     sent = [Message(wire.who_content(0), node, wire.WHO) for node in nodes]
     themselves = {node: node for node in nodes}
     answers = by_client(grid.send_and_receive(sent, timeout=timeout), themselves.get, strict=True)
@@ -182,7 +182,7 @@ def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:
             raise RunError(
                 f"node {node} says that it holds partition {partition}"
                 + (f", as node {node_of[partition]} does" if partition in node_of else "")
-                + f": give each supernode a partition-id of its own, from 0 to {num_clients - 1}"
+                + f": give each supernode a different partition-id, from 0 to {num_clients - 1}"
             )
         node_of[partition] = node
     return Population(tuple(node_of[client] for client in range(num_clients)))

@@ -25,13 +25,13 @@ class APFL(Averaging):
     F is the client's loss, and eta the local learning rate. In each local step, on one batch: w <- w - eta grad F(w),
     and v <- v - eta alpha grad F(m). Both gradients are computed with the models before the step. ``adaptive``: if
     true, a step also changes alpha <- alpha - eta <grad F(m), v - w>, limited to [0, 1]. ``alpha``: the weight of v in
-    m, or its initial value if ``adaptive`` is true; the paper tries 0.25, 0.5 and 0.75. v begins at the run's initial
-    model. A client keeps v and alpha between its rounds, and mixes v with the global model that it receives.
+    m, or the initial weight if ``adaptive`` is true; Deng et al. 2020 try 0.25, 0.5 and 0.75. v begins at the run's
+    initial model. A client keeps v and alpha between its rounds, and mixes v with the global model that it receives.
 
-    The released code updates w first, and then mixes v with the new w. The released code changes alpha only in the
-    first step of a round, and adds 0.02 alpha to its gradient. Two common benchmarks differ from the paper. PFLlib has
-    alpha 1 by default, replaces v by the mixture after each round, and computes v's gradient at v. FL-bench mixes the
-    outputs of the models, not their parameters.
+    The released code updates w first, and then mixes v with the new w. It changes alpha only in the first step of a
+    round, and adds 0.02 alpha to the gradient of alpha. Two common benchmarks differ from the paper. PFLlib has alpha 1
+    by default, replaces v by the mixture after each round, and computes v's gradient at v. FL-bench mixes the outputs
+    of the models, not the parameters.
     """
 
     kind: Literal["apfl"] = "apfl"
@@ -49,13 +49,17 @@ class APFL(Averaging):
         del experiment
         if self.adaptive or 0 < self.alpha < 1:
             return []
-        why = "the own models are those of local-only" if self.alpha else "every client uses the model of fedavg"
+        why = (
+            "each client's own model is that of algorithm local-only"
+            if self.alpha
+            else "every client uses the model of fedavg"
+        )
         return [off(f"algorithm.alpha={self.alpha:g} with algorithm.adaptive=false", why)]
 
     def course(self, job: LocalJob) -> Course:
         """Yield the training jobs of one client.
 
-        On each batch, the global model w and the client's own model v make one step.
+        On each batch, the global model w and the client's own model v are updated by one step.
         """
         from fl_sim.training.courses import at, gradient_in, gradient_job, steps_of  # noqa: PLC0415 (it loads torch)
 
@@ -89,7 +93,7 @@ class APFL(Averaging):
         return mixture(v, task.params, alpha)
 
     def _kept(self, task: LocalTask) -> tuple[Params, float]:
-        """Return the client's own model v and its weight alpha, from the client state."""
+        """Return the client's own model v and the weight alpha of v, from the client state."""
         mixing = task.state.get(_MIXING)
         return task.state.get(_OWN, task.initial), self.alpha if mixing is None else float(mixing[_ALPHA])
 

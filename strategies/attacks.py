@@ -94,16 +94,16 @@ def hostile_in(attack: object, server_round: int) -> bool:
 
 @runtime_checkable
 class ActingOnClients(Protocol):
-    """An attack that runs code on clients."""
+    """An attack that executes code on clients."""
 
     def on_clients(self, hostile: frozenset[int]) -> ClientLayer:
-        """Return the attack's client half (its code on clients). ``hostile``: the IDs of the hostile clients."""
+        """Return the client part of the attack (its code on clients). ``hostile``: the IDs of the hostile clients."""
         ...
 
 
 @dataclass(frozen=True)
 class HostilePlans(ClientLayer):
-    """The client half of an attack (its code on clients): ``hostile`` clients train with the attack's local plan."""
+    """The client part of an attack (its code on clients): ``hostile`` clients train with the attack's local plan."""
 
     attack: Planning
     hostile: frozenset[int]
@@ -128,8 +128,8 @@ class Seen:
     ``honest``: the updates of the honest clients with records; empty if ``sees_honest`` of the attack is False.
     ``cohort_size``: the number of clients in the round; the expected number if the cohort is secret. ``coins``: a
     random generator that depends on the run's seed. ``aggregated``: a function without side effects. It maps the forged
-    updates of all hostile clients to the aggregate that the round would have, as one vector of all d numbers. It is
-    None if ``sees_honest`` is False.
+    updates of all hostile clients to the aggregate that the round would have, as one vector of all d numbers.
+    ``aggregated`` is None if ``sees_honest`` of the attack is False.
     """
 
     honest: Sequence[Reply]
@@ -161,15 +161,15 @@ class NoAttack(_Harmless):
 class HostileClients(_Harmless):
     """Base class of attacks. ``clients``: the number of hostile clients.
 
-    Hostile clients may attack in some rounds only. In all other rounds they train on their own records and send their
-    own updates. ``first_round``: the first round with an attack. ``last_round``: the last round in which an attack may
-    happen; None: no limit. If first and last round are equal, there is one attack, as in single-shot model replacement
-    (Bagdasaryan et al. 2020). ``every``: the number of rounds from one attack to the next.
+    Hostile clients may attack only in some rounds. In all other rounds they are honest. ``first_round``: the first
+    round with an attack. ``last_round``: the last round in which an attack may happen; None means no limit. If
+    the first and the last round are equal, there is one attack, as in single-shot model replacement (Bagdasaryan
+    et al. 2020). ``every``: the number of rounds from one attack to the next attack.
 
     With Global DP or private local training, hostile clients cannot weaken the epsilon of an honest client, and privacy
-    statements say so. Attacks that compute forged updates from the updates of honest clients are an exception: under
-    Global DP they need ``aggregator.noise=seeded``. Then the epsilon describes the method, and does not hold for the
-    models of this run.
+    statements contain this fact. Attacks that compute forged updates from the updates of honest clients are an
+    exception: under Global DP they need ``aggregator.noise=seeded``. In this case the epsilon describes the method, and
+    does not hold for the models of this run.
     """
 
     clients: int = Field(2, ge=1)
@@ -195,7 +195,7 @@ class HostileClients(_Harmless):
         return is_between and (server_round - self.first_round) % self.every == 0
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for an algorithm, aggregator, stage or schedule that does not fit the attack."""
+        """Raise ValueError for an algorithm, aggregator, stage or schedule that does not support the attack."""
         kind = kind_of(self)
         if isinstance(experiment.algorithm, Central) and experiment.algorithm.is_central:
             raise ValueError(
@@ -204,7 +204,7 @@ class HostileClients(_Harmless):
             )
         if self.clients >= experiment.clients:
             raise ValueError(
-                f"attack {kind} by {self.clients} of {experiment.clients} clients leaves nobody to attack: set "
+                f"attack {kind} by {self.clients} of {experiment.clients} clients leaves no honest client: set "
                 "attack.clients to less than clients"
             )
         self._check_schedule(experiment.rounds)
@@ -220,13 +220,13 @@ class HostileClients(_Harmless):
         """Raise ValueError if no round of the run has an attack."""
         if self.first_round > rounds:
             raise ValueError(
-                f"attack.first_round={self.first_round} is after the last of the {rounds} rounds, so no round is "
-                f"hostile: set attack.first_round to {rounds} or less, or attack=none"
+                f"attack.first_round={self.first_round} is after the last of the {rounds} rounds, so no round has "
+                f"an attack: set attack.first_round to {rounds} or less, or attack=none"
             )
         if self.last_round is not None and self.last_round < self.first_round:
             raise ValueError(
-                f"attack.last_round={self.last_round} is before attack.first_round={self.first_round}, so no round is "
-                f"hostile: set attack.last_round to {self.first_round} or more, or attack=none"
+                f"attack.last_round={self.last_round} is before attack.first_round={self.first_round}, so no round has "
+                f"an attack: set attack.last_round to {self.first_round} or more, or attack=none"
             )
 
 
@@ -242,7 +242,7 @@ class LabelFlip(HostileClients):
 
 
 class SignFlip(HostileClients):
-    """Hostile clients train honestly and send -``strength`` times their honest update (Li et al. 2019, section 5)."""
+    """Hostile clients train honestly, but send -``strength`` times their honest update (Li et al. 2019, section 5)."""
 
     kind: Literal["sign-flip"] = "sign-flip"
     sees_honest: ClassVar[bool] = False
@@ -303,11 +303,11 @@ class Knowing(Forging):
 class ALittleIsEnough(Knowing):
     """ALIE: hostile clients send mean - z * standard deviation of the updates they know (Baruch et al. 2019, alg. 3).
 
-    ``deviations``: the number z; 1.5 is the default of the authors' released program. "formula" takes the largest z
-    that, according to the paper, remains undetected. For n clients of which f are hostile, it is the (n - f - s) / (n -
-    f) quantile of the normal distribution, with s = floor(n / 2 + 1) - f. This z is close to 0 for few hostile clients.
-    It is exactly 0 for f = 2 and even n, .14 for f = 2 and n = 11, .37 for f = 24 and n = 100, and above 1.5 for f >=
-    48 and n = 100. ``knows``: "own" for the honest updates of the hostile clients, as in the paper, or "all" for the
+    ``deviations``: the number z; 1.5 is the default of the authors' released program. "formula" means the largest z
+    that remains undetected according to Baruch et al. 2019. For n clients, f of them hostile, this z is the (n - f - s)
+    / (n - f) quantile of the normal distribution, with s = floor(n / 2 + 1) - f. It is close to 0 for few hostile
+    clients: 0 for f = 2 and even n, 0.14 for f = 2 and n = 11, 0.37 for f = 24 and n = 100, and above 1.5 for f >= 48
+    and n = 100. ``knows``: "own" for the honest updates of the hostile clients, as in the paper, or "all" for the
     updates of all honest clients. If only one update is known, there is no deviation, and hostile clients send their
     honest updates.
     """
@@ -326,7 +326,7 @@ class ALittleIsEnough(Knowing):
             return alone
         if self._z(round(size), round(hostile)):
             return []
-        why = f"z is 0 for {hostile:g} hostile clients of {size:g}; 1.5 is the released program's default"
+        why = f"z is 0 for {hostile:g} hostile clients among {size:g}; set attack.deviations=1.5, the authors' default"
         return [off(f"attack.deviations={self.deviations}", why)]
 
     def forged(self, hostile: Sequence[Reply], seen: Seen) -> Sequence[Reply]:
@@ -385,7 +385,7 @@ def _tampered(
 
 
 def _poisoned(attack: Attack, num_classes: int, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the labels that the attack puts in place of ``labels``. Raises UserError if they are invalid."""
+    """Return the attack's labels in place of ``labels``. Raises UserError if the attack's labels are invalid."""
     poisoned = np.asarray(attack.poisoned(labels.copy(), num_classes))
     is_like = poisoned.shape == labels.shape and poisoned.dtype.kind in "iu"
     if not is_like or not ((poisoned >= 0) & (poisoned < num_classes)).all():
@@ -455,7 +455,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if a privacy guarantee would be false under the attack; also checks user-defined attacks."""
+        """Raise UserError if a privacy guarantee would be false under the attack, also for user-defined attacks."""
         del beginning
         try:
             check_promises(experiment.attack, experiment)
@@ -464,7 +464,7 @@ class HostileUpdates(Layer):
 
     @classmethod
     def uncovered(cls, experiment: Any) -> Sequence[str]:
-        """Return sentences for privacy statements. They say whether guarantees hold in a run with hostile clients."""
+        """Return sentences for privacy statements, about the guarantees in a run with hostile clients."""
         count, kind = experiment.attack.clients, kind_of(experiment.attack)
         what = f"In this run there are {count} hostile clients (attack {kind})."
         return [
@@ -548,7 +548,7 @@ class HostileUpdates(Layer):
         def aggregated(forged: Sequence[Reply]) -> torch.Tensor:
             tried = replace(cohort, replies=_replaced(replies, forged))
             found = self.inner.foreseen(tried, algorithm, server)
-            assert found is not None  # there is an aggregate: hostile clients of this round have records
+            assert found is not None  # not None: the hostile clients of this round have records
             return as_rows([replace(hostile[0], payloads=found.payloads)])[0]
 
         seen = Seen(honest, size, coins, aggregated if sees_honest(self._attack) else None)
@@ -556,7 +556,7 @@ class HostileUpdates(Layer):
 
     def remarks(self) -> Sequence[str]:
         """Return one sentence for each setting that has no effect in this experiment."""
-        if self.hides_clients:  # the cohort is secret, so no remark may depend on it
+        if self.hides_clients:  # the cohort is secret, so no remark may depend on the cohort
             return self.inner.remarks()
         said = off(f"attack {kind_of(self._attack)}", "no hostile client with records took part")
         return [*self.inner.remarks(), *([said] if self._idle else [])]

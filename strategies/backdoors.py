@@ -27,11 +27,11 @@ class Planted(HostileClients):
     ``target``: the target class, the new label of these records. ``boost``: a factor for hostile updates. For n clients
     of equal weight, the factor n / (number of hostile clients) replaces the global model by the hostile model
     (Bagdasaryan et al. 2020, equation 3). ``loss_share``: a factor s. Hostile clients minimise s times their loss plus
-    (1 - s) times the squared distance to the received model, which keeps their updates short (constrain-and-scale,
-    equation 4, with a Euclidean distance). ``masked_share``: the share k of the parameters that hostile steps leave
-    unchanged (Neurotoxin, Zhang et al. 2022, algorithm 1; the paper takes .05 to .1). These are the parameters of the
-    global model that changed most since the hostile client's last round. Their gradients are set to 0 in every step, as
-    in the paper, but not in a hostile client's first round.
+    (1 - s) times the squared distance to the received model, so that their updates stay short (constrain-and-scale,
+    equation 4 of Bagdasaryan et al. 2020, with a Euclidean distance). ``masked_share``: the share k of the parameters
+    that hostile steps leave unchanged (Neurotoxin, Zhang et al. 2022, algorithm 1, with k from 0.05 to 0.1). These are
+    the parameters of the global model that changed most since the hostile client's last round. Their gradients are set
+    to 0 in every step, except in a hostile client's first round.
 
     The results of each evaluated round and ``result.json`` have the accuracy and the attack success rate. The rate is
     the share of the attacked test records for which the model predicts the target class. A partition with feature skew
@@ -61,7 +61,7 @@ class Planted(HostileClients):
     def triggered(self, dataset: Dataset) -> Examples:
         """Return the test records on which the attack success rate is measured, with the label ``target``.
 
-        Raises UserError if the data set does not fit the attack.
+        Raises UserError if the attack does not support the data set.
         """
 
     def planned(self, plan: LocalPlan) -> LocalPlan:
@@ -72,7 +72,7 @@ class Planted(HostileClients):
         )
 
     def on_clients(self, hostile: frozenset[int]) -> ClientLayer:
-        """Return the attack's client half (its code on clients). With ``masked_share``, it keeps the received model."""
+        """Return the attack's code on clients, which stores the received model if ``masked_share`` is above 0."""
         if self.masked_share:
             return HostileMemory(self, hostile, self.masked_share)
         return HostilePlans(self, hostile)
@@ -97,11 +97,12 @@ class Backdoor(Planted):
 
     With the default settings this is the attack BadNets. The trigger is a white square in the lower right corner.
     ``size``: the side of the square in pixels. ``poisoned_share``: the share of a hostile client's records that get the
-    trigger. Their number is rounded up, and they are drawn with the run's seed. ``parts``: the number of parts of the
-    square. With 4, each hostile client stamps one part (DBA, Xie et al. 2020); models are tested with the whole square.
+    trigger. The number of these records is rounded up, and they are drawn with the run's seed. ``parts``: the number of
+    parts of the square. With 4, each hostile client stamps one part (DBA, Xie et al. 2020); models are tested with the
+    whole square.
 
-    For the attack success rate the test records of all other classes get the trigger. The rate is the share of these
-    records for which the model predicts the target class.
+    For the attack success rate, the test records of all classes except the target class get the trigger. The rate is
+    the share of these records for which the model predicts the target class.
     """
 
     kind: Literal["backdoor"] = "backdoor"
@@ -141,13 +142,13 @@ class Backdoor(Planted):
     def triggered(self, dataset: Dataset) -> Examples:
         """Return the test records of all classes except ``target``, with the trigger and the label ``target``.
 
-        Raises UserError if records are not images, if the trigger does not fit, or if all or none of the test records
-        have the class ``target``.
+        Raises UserError if records are not images, if the trigger is larger than the images, or if all or none of the
+        test records have the class ``target``.
         """
         shape = dataset.input_shape
         if len(shape) != 3:
             raise UserError(
-                "attack backdoor needs images, and these records are no images: take another data set or attack"
+                "attack backdoor needs images, but these records are not images: set another data set or attack"
             )
         smallest = 1 if self.parts == 1 else 2
         if not smallest <= self.size <= min(shape[1:]):
@@ -163,13 +164,13 @@ class Backdoor(Planted):
 class SemanticBackdoor(Planted):
     """Hostile clients label all their records of one class as another class; no record gets a trigger.
 
-    This is a semantic backdoor (Bagdasaryan et al. 2020, section 4.1) that aims at all records of one class. To aim at
-    a part of a class, such as red cars, derive a Python class that overrides ``is_meant``, and give its import path as
-    the attack. The base class ``Planted`` has the settings of model replacement, constrain-and-scale and Neurotoxin.
+    This is a semantic backdoor (Bagdasaryan et al. 2020, section 4.1) for all records of one class. For a part of a
+    class, such as red cars, define a Python subclass that overrides ``is_meant``, and set ``attack`` to its import
+    path. The base class ``Planted`` has the settings of model replacement, constrain-and-scale and Neurotoxin.
 
-    ``source``: the class whose records hostile clients label as the target. The attack success rate is the share of its
-    test records for which the model predicts the target. The accuracy counts these predictions as errors. A hostile
-    client without records of this class trains as an honest client.
+    ``source``: the class whose records hostile clients label as the target class. The attack success rate is the share
+    of the test records of this source class for which the model predicts the target class. In the accuracy, these
+    predictions are errors. A hostile client without records of the source class trains as an honest client.
     """
 
     kind: Literal["semantic-backdoor"] = "semantic-backdoor"
@@ -198,14 +199,14 @@ class SemanticBackdoor(Planted):
         return bool(self._meant(examples).any())
 
     def tampered(self, examples: Examples, number: int, coins: np.random.Generator) -> Examples:
-        """Return a hostile client's records; those that ``is_meant`` selects get the target label."""
+        """Return a hostile client's records; the records that ``is_meant`` selects get the target label."""
         del number, coins
         return replace(examples, labels=np.where(self._meant(examples), self.target, examples.labels))
 
     def triggered(self, dataset: Dataset) -> Examples:
         """Return the test records that ``is_meant`` selects, with the label ``target``.
 
-        Raises UserError if there are none.
+        Raises UserError if ``is_meant`` selects no test record.
         """
         self.check_target(dataset)
         meant = dataset.test.take(np.flatnonzero(self._meant(dataset.test) & (dataset.test.labels != self.target)))

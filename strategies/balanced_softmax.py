@@ -1,4 +1,4 @@
-"""Balanced softmax: a client's class frequencies shift its logits in training (Chen and Chao 2022, FedRoD, eq. 6)."""
+"""Balanced softmax: in training, a client's class frequencies shift its logits (Chen, Chao 2022, FedRoD, eq. 6)."""
 
 from typing import ClassVar, Literal
 
@@ -8,13 +8,13 @@ from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging
 
 _ABSENT = 1e-9
-"""Number that is added to each class count, so that the logarithm of the count of an absent class is finite."""
+"""A number that is added to the number of records of each class, so that the logarithm is finite for 0 records."""
 
 
 class BalancedSoftmax(Averaging):
     """Each client adds log n_c to the logit of class c in training, but not in evaluation (Ren et al. 2020).
 
-    n_c is the client's number of records of class c. This is FedRoD's generic model, without its personal head.
+    n_c is the client's number of records of class c. The model is FedRoD's generic model, without a personal head.
     """
 
     kind: Literal["balanced-softmax"] = "balanced-softmax"

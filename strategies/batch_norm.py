@@ -2,8 +2,8 @@
 
 Server and clients exchange tensors of the BatchNorm layers in addition to the algorithm's own payloads. This module
 calls these tensors a model's *layers*. They are the running statistics and, if the layers are personal (FedBN, Li et
-al. 2021), also the parameters of the BatchNorm layers. Clients also send personal layers, because their mean over the
-last cohort is used in the evaluated model, and by clients in their first round.
+al. 2021), also the parameters of the BatchNorm layers. Clients also send personal layers: the evaluated model uses the
+mean of these layers over the last cohort, and a client starts its first round with this mean.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ LAYERS: Final = "batch-norm"
 """Name of the BatchNorm tensors in messages in both directions, and in client state."""
 
 PERSONAL: Final = (
-    "BatchNorm layers are personal: the accuracy is that of a model which no client has, with the mean of the last "
-    "cohort's layers"
+    "BatchNorm layers are personal: the evaluated model has the mean BatchNorm layers of the last cohort, and no "
+    "trained client uses this model"
 )
 
 
@@ -72,7 +72,8 @@ class BatchNormLayers(Layer):
     def check(cls, experiment: Any, beginning: Beginning) -> None:
         """Raise UserError for personal BatchNorm layers with an algorithm such as FedCM.
 
-        FedCM adds a share of the last mean update to every local step. Personal BatchNorm layers have no mean update.
+        FedCM adds a share of the last mean update to every local step. For personal BatchNorm layers, there is no mean
+        update.
         """
         if experiment.local.batch_norm == "personal" and (scale := beginning.plan.gradient_scale) != 1:
             raise UserError(
@@ -82,7 +83,7 @@ class BatchNormLayers(Layer):
             )
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
-        """Return the next server state: the algorithm's merge of the other payloads, and the mean BatchNorm tensors."""
+        """Return the next server state: the algorithm's merge of other payloads, plus the mean BatchNorm tensors."""
         payloads = dict(aggregate.payloads)
         layers = payloads.pop(LAYERS, {})
         return replace(self.inner.merge(algorithm, server, replace(aggregate, payloads=payloads)), layers=layers)
@@ -90,14 +91,14 @@ class BatchNormLayers(Layer):
 
 @dataclass(frozen=True)
 class ClientBatchNorm(ClientLayer):
-    """Makes a client train with the received BatchNorm tensors, or with its own if BatchNorm layers are personal."""
+    """Makes a client train with the received BatchNorm tensors, or with its own tensors if the layers are personal."""
 
     chosen: BatchNorm
 
     def received(self, task: LocalTask) -> LocalTask:
         """Return the task with BatchNorm tensors in its model.
 
-        BatchNorm tensors come from the client state if it has any, otherwise from the server.
+        The BatchNorm tensors come from the client state if it contains them, otherwise from the server.
         """
         broadcast, state = {**task.broadcast}, {**task.state}
         layers = broadcast.pop(LAYERS, {})

@@ -17,14 +17,14 @@ from strategies.krum import scores_of
 class Bulyan(Robust):
     """Krum selects n - 2 h updates; the aggregate is a mean of the selected values near each median.
 
-    n is the number of clients with records in the round, and h the number of hostile clients (see below). Each
-    coordinate of the aggregate is the mean of the n - 4 h selected values that are nearest to their median. Krum
-    selects one update after the other. If several updates have the lowest score, Krum selects the one of them that is
-    nearest to all others. In the last selections scores are often equal, because each score is a sum over few
-    neighbours or none. No privacy guarantee.
+    n is the number of clients with records in the round, and h the number of hostile clients (see below). In each
+    coordinate, the aggregate is the mean of n - 4 h values: those of the selected values that are nearest to their
+    median. Krum selects the updates one by one. If several updates have the lowest score, Krum selects the update that
+    is nearest to all other updates. In the last selections scores are often equal, because each score is a sum over few
+    or no neighbours. No privacy guarantee.
 
-    ``hostile``: the number h of hostile clients that the rule is made for. Every round needs n >= 4 h + 3 clients with
-    records.
+    ``hostile``: the number h of hostile clients for which the rule is designed. Every round needs n >= 4 h + 3 clients
+    with records.
     """
 
     kind: Literal["bulyan"] = "bulyan"
@@ -36,10 +36,10 @@ class Bulyan(Robust):
         return 4 * self.hostile + 3
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return for each coordinate the mean of those selected values that are nearest to their median."""
+        """Return for each coordinate the mean of the selected values that are nearest to their median."""
         del cohort, weighting
         distances, left, selected = squared_distances(rows), list(range(len(rows))), []
-        distances = (distances + distances.T) / 2  # exactly symmetric: rounding errors must not decide ties
+        distances = (distances + distances.T) / 2  # exactly symmetric: ties must not depend on rounding
         for _ in range(len(rows) - 2 * self.hostile):
             among = distances[left][:, left]
             nearest_first = among.sum(dim=1).argsort(stable=True)
@@ -51,12 +51,12 @@ class Bulyan(Robust):
 def mean_near_median(rows: torch.Tensor, count: int) -> torch.Tensor:
     """Return for every column the mean of the ``count`` values nearest to the median, float64 (d,).
 
-    Of two values that are equally near, the smaller is taken.
+    If two values are equally near, the smaller value is used.
     """
     ascending = ordered(rows).double()
     centre = middle(ascending)
-    # In ascending order, the ``count`` values nearest to the centre are consecutive. A value i comes before them if it
-    # is further from the centre than value i + ``count``. ``first``: the number of such values in each column.
+    # In ascending order, the ``count`` values nearest to the centre are consecutive. Value i comes before them if it is
+    # further from the centre than value i + ``count``. ``first``: the number of such values in each column.
     first = (centre - ascending[: len(rows) - count] > ascending[count:] - centre).sum(dim=0)
     mean: torch.Tensor = ascending.gather(0, first + torch.arange(count)[:, None]).mean(dim=0)
     return mean

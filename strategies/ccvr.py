@@ -1,6 +1,6 @@
-"""CCVR: after the last round, only the head is trained further, on features drawn from one Gaussian per class.
+"""CCVR (Luo et al. 2021): after the last round, the head is trained on features drawn from one Gaussian per class.
 
-Luo et al. 2021.
+All other layers stay fixed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class CCVR(SumsOfFeatures):
     """Clients send moments of each class's features; the server trains the head on samples from class Gaussians.
 
     The moments of a class are the number, the sum and the sum of outer products of its features (the inputs of the
-    head). ``samples_per_class``: the number of sampled features per class (the paper's M_c); 200 as in the benchmark
-    FL-bench. The training of the head starts from the head after the last round, by plain SGD. ``epochs``: the number
-    of passes over the samples. ``learning_rate``: the learning rate of SGD. ``batch_size``: the number of samples in a
-    step.
+    head). ``samples_per_class``: the number of sampled features per class (M_c in Luo et al. 2021); 200 as in the
+    benchmark FL-bench. The server trains the head by plain SGD, from its values after the last round. ``epochs``: the
+    number of passes over the samples. ``learning_rate``: the learning rate of SGD. ``batch_size``: the number of
+    samples in a step.
 
-    ``epsilon`` (None: moments are sent without noise) and ``delta``: the privacy cost of sending the moments, for each
-    record of a client. With ``epsilon`` a client sends its moments with Gaussian noise, as one release, and features
-    are clipped to ``clipping_norm``. ``noise``: the source of the noise. With "secret" the protection is real, and the
-    noise differs from run to run. With "seeded" the noise is repeatable, and protects in simulation only.
+    ``epsilon`` (None: moments are sent without noise) and ``delta``: the privacy cost of the moments, for each record
+    of a client. With ``epsilon``, features are clipped to ``clipping_norm``, and a client sends its moments with
+    Gaussian noise, as one release. ``noise``: the source of the noise. "secret" gives real protection; the noise
+    differs from run to run. "seeded" gives repeatable noise, which protects nothing and is for simulations only.
     """
 
     kind: Literal["ccvr"] = "ccvr"
@@ -59,8 +59,8 @@ class CCVR(SumsOfFeatures):
         dead = [name for name in ("delta", "clipping_norm", "noise") if getattr(self, name) != fields[name].default]
         if self.epsilon is None and dead:
             raise ValueError(
-                f"calibrate.{dead[0]} = {getattr(self, dead[0])} changes nothing without calibrate.epsilon, as the "
-                f"moments leave clients without noise: set calibrate.epsilon, or leave {dead[0]} out"
+                f"calibrate.{dead[0]} = {getattr(self, dead[0])} changes nothing without calibrate.epsilon, because "
+                f"the moments then have no noise: set calibrate.epsilon, or leave {dead[0]} out"
             )
         return self
 
@@ -98,7 +98,7 @@ class CCVR(SumsOfFeatures):
         algorithm, preprocess = experiment.algorithm, experiment.preprocess
         if isinstance(algorithm, Central) and algorithm.is_central:
             raise ValueError(
-                f"calibrate ccvr corrects the head of a model that clients train together, and algorithm "
+                f"calibrate ccvr corrects the head of a model that clients train together, but algorithm "
                 f"{kind_of(algorithm)} has no such model: leave calibrate out"
             )
         if hides_clients(experiment.aggregator):
@@ -124,7 +124,7 @@ class CCVR(SumsOfFeatures):
         if (size := 8 * num_classes * num_moments(num_features)) > MOST_BYTES:
             raise UserError(
                 f"calibrate ccvr: moments of {num_features} features and {num_classes} classes are {size >> 20} MiB a "
-                f"client, more than {MOST_BYTES >> 20}: take a model with fewer units before its last layer"
+                f"client, more than {MOST_BYTES >> 20} MiB: use a model with fewer units before its last layer"
             )
         if self.protection is None:
             return
@@ -133,4 +133,4 @@ class CCVR(SumsOfFeatures):
         try:
             check_noise(self.protection, num_classes * num_moments(num_features))
         except UserError as error:
-            raise UserError(f"calibrate.epsilon={self.epsilon:g} affords no moments: {error}") from error
+            raise UserError(f"calibrate.epsilon={self.epsilon:g} is too small to send moments: {error}") from error

@@ -16,13 +16,13 @@ from strategies.algorithm import Weighting
 class CentredClipping(Robust):
     """v <- v + mean of (d_i - v) min(1, tau / |d_i - v|) over the updates d_i, repeated ``iterations`` times.
 
-    v begins as the aggregate of the last round; in the first round it begins as 0. The checkpoint contains v. A single
-    hostile client in a round of n clients changes the result by at most 2 tau / n in one iteration. In the paper's
-    theory, clients keep their momentum over all rounds. Here momentum restarts from 0 in every round. Every client has
-    the same weight. No privacy guarantee.
+    v is the centre of clipping. It begins as the aggregate of the last round, or as 0 in the first round. Checkpoints
+    contain v. A single hostile client in a round of n clients changes the result by at most 2 tau / n in one iteration.
+    In the theory of Karimireddy et al., clients keep their momentum over all rounds. Here momentum restarts from 0 in
+    every round. Every client has the same weight. No privacy guarantee.
 
-    ``tau``: the largest distance from v at which an update counts in full. It should be about the distance between
-    honest updates; a much larger tau gives the plain mean. The paper's experiments take 10 / (1 - momentum).
+    ``tau``: updates that are further than this from v are clipped. ``tau`` should be about the distance between honest
+    updates; a much larger ``tau`` gives the plain mean. The experiments of Karimireddy et al. use 10 / (1 - momentum).
     ``iterations``: the number of times that v is updated in a round.
     """
 
@@ -59,4 +59,4 @@ class CentredClipping(Robust):
         centre = row_like(cohort.memory, cohort.replies[0].payloads).double()
         if self.iterations > 1 or float((rows.double() - centre).norm(dim=1).max()) > self.tau:
             return ""
-        return off(f"aggregator.tau={self.tau:g}", "no update was further from the last aggregate")
+        return off(f"aggregator.tau={self.tau:g}", "no update was further from the last aggregate, so none was clipped")

@@ -15,25 +15,25 @@ class CFL(Averaging):
     """FedAvg in clusters of clients, each with its own model. The run begins with one cluster, and clusters are split.
 
     D_i = y_i - x is the update of client i: its trained model minus the model of its cluster. D is the mean update of
-    the cluster. A cluster is split in two if the mean update is small although single updates are large. Then the
-    cluster's clients are grouped by the cosines of their updates. Both new clusters continue from the model of the old
-    cluster, each with its own mean update. ``linkage``: "complete" joins groups by the smallest cosine between their
-    clients, as in the released code. "single" joins them by the largest cosine, as in the paper's algorithm 1. With
-    "single", the largest cosine between clients of different parts is as small as possible, but a single client with
-    noisy updates often becomes a cluster.
+    the cluster. A cluster is split in two if the mean update is small although single updates are large. The split
+    groups the cluster's clients by the cosines of their updates. Both new clusters continue from the model of the old
+    cluster, each with its own mean update. ``linkage``: "complete" joins groups of clients by the smallest cosine
+    between their clients, as in the released code. "single" joins groups by the largest cosine, as in algorithm 1 of
+    Sattler et al. With "single", the largest cosine between clients of different clusters is as small as possible, but
+    a single client with noisy updates often becomes a cluster.
 
     ``eps_1``: a split needs a norm ‖D‖ of the mean update below this value. ``eps_2``: a split needs a client's update
     with a norm ‖D_i‖ above this value. The default values are those of the released code for its network. Suitable
     values depend on the model, the learning rate and the number of local steps. ``gamma_max``: a split needs sqrt((1 -
-    largest cosine between the parts) / 2) above this value, as in the paper; with 0 every split is allowed, as in the
-    released code. ``split_after``: the number of rounds before the first split, 20 in the released code.
-    ``min_cluster_size``: a cluster with fewer clients is not split. ``max_clusters``: the largest number of clusters; 1
-    is FedAvg.
+    c) / 2) above this value, where c is the largest cosine between clients of the two new clusters, as in the paper;
+    with 0 every split is allowed, as in the released code. ``split_after``: the number of rounds before the first
+    split, 20 in the released code. ``min_cluster_size``: a cluster with fewer clients is not split. ``max_clusters``:
+    the largest number of clusters; 1 is FedAvg.
 
     A client receives only the model of its cluster. The server compares the updates of single clients, so secure
-    aggregation and noise on the mean are not possible. Clients are weighted by their records, as in FedAvg; the
-    released code has equal weights. In the released code and in FL-bench, a second split assigns clients wrongly: it
-    uses positions in the cluster as client IDs.
+    aggregation and noise on the mean are not possible. Clients are weighted by their numbers of records, as in
+    FedAvg; the released code uses equal weights. In the released code and in FL-bench, a second split assigns clients
+    wrongly, because these codes use positions in the cluster as client IDs.
     """
 
     kind: Literal["cfl"] = "cfl"
@@ -63,7 +63,7 @@ class CFL(Averaging):
         return []
 
     def mean_only(self) -> str:
-        """Return the reason why robust aggregators do not fit, for error messages; "" if there is only one cluster."""
+        """Return the reason why robust aggregators are refused, for messages; "" if there is only one cluster."""
         return "clusters may be too small for it, and their updates must differ" if self.num_models > 1 else ""
 
     def note(self) -> str:

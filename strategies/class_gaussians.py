@@ -31,8 +31,8 @@ class ClassGaussian:
         return ClassGaussian(self.label, self.count, unit * self.mean, unit**2 * self.covariance)
 
     def draw(self, number: int, generator: np.random.Generator) -> Array:
-        """Return ``number`` sampled features, shape (number, d). Negative eigenvalues of the covariance count as 0."""
-        # torch, not numpy: rounding depends on the number of threads, and a run fixes this number for torch only.
+        """Return ``number`` sampled features, shape (number, d). Negative eigenvalues of the covariance become 0."""
+        # torch, not numpy: rounding depends on the number of threads, and a run sets this number only for torch.
         values, vectors = torch.linalg.eigh(torch.from_numpy(self.covariance))
         root = vectors * values.clamp(min=0).sqrt()
         normal = torch.from_numpy(generator.standard_normal((number, len(self.mean))))
@@ -44,14 +44,14 @@ def class_gaussians(moments: Array, num_features: int, std: float = 0.0) -> list
     """Return the distribution of each class that has two records or more.
 
     ``moments``: the sum of the moments of all clients (``clients.moments.moments_of``). n_ic, mu_ic and Sigma_ic are
-    number, mean and covariance of client i's features of class c, and n_c = sum_i n_ic. The sum of outer products of
-    client i is (n_ic - 1) Sigma_ic + n_ic mu_ic mu_ic', where ' is the transpose. So the result has the paper's mean
-    mu_c = sum_i n_ic mu_ic / n_c, and its covariance [sum_i (n_ic - 1) Sigma_ic + sum_i n_ic mu_ic mu_ic' - n_c mu_c
-    mu_c'] / (n_c - 1).
+    the number, the mean and the covariance of client i's features of class c, and n_c = sum_i n_ic. The sum of outer
+    products of client i is (n_ic - 1) Sigma_ic + n_ic mu_ic mu_ic', where ' is the transpose. So the result has the
+    mean and the covariance of Luo et al. 2021: mu_c = sum_i n_ic mu_ic / n_c, and [sum_i (n_ic - 1) Sigma_ic + sum_i
+    n_ic mu_ic mu_ic' - n_c mu_c mu_c'] / (n_c - 1).
 
-    ``std``: standard deviation of the noise on each number. With noise, a class is used only if it almost certainly has
-    more than one record. Each covariance is then shrunk towards a multiple of the identity. The shrinkage is strong if
-    noise alone can explain the difference between the covariance and this multiple.
+    ``std``: the standard deviation of the noise on each number. With noise, a class is used only if it almost certainly
+    has more than one record, and each covariance is shrunk towards a multiple of the identity matrix. The shrinkage is
+    strong if noise alone can explain the difference between the covariance and this multiple.
     """
     found = []
     for label, (count, *rest) in enumerate(moments):
@@ -67,7 +67,7 @@ def class_gaussians(moments: Array, num_features: int, std: float = 0.0) -> list
 def draw_features(
     classes: list[ClassGaussian], samples_per_class: int, generator: np.random.Generator
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return sampled features, shape (n, d), and their labels, shape (n,): ``samples_per_class`` for each class."""
+    """Return ``samples_per_class`` sampled features for each class, shape (n, d), and their labels, shape (n,)."""
     drawn = np.concatenate([one.draw(samples_per_class, generator) for one in classes])
     return drawn.astype(np.float32), np.repeat([one.label for one in classes], samples_per_class)
 

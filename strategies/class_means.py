@@ -16,7 +16,7 @@ from strategies.algorithm import Averaging
 class RoundPayloads:
     """The payloads of all clients with records in a round.
 
-    ``clients``: the IDs of these m clients, ascending. ``payloads``: the tensors of all m clients, stacked along the
+    ``clients``: the IDs of these clients, ascending. ``payloads``: the tensors of all these clients, stacked along the
     first dimension.
     """
 
@@ -52,14 +52,14 @@ class KeepsModels(Averaging):
     def init_for(self, params: Params, model: Params) -> ServerState:
         """Return the server state before round 1.
 
-        ``params``: the parameters of the initial ``model`` that clients send.
+        ``params``: the initial values of the parameters that clients send. ``model``: the whole initial model.
         """
 
 
 def check_in_the_clear(algorithm: object, experiment: Choices, what: str) -> None:
     """Raise ValueError for settings that hide or leave out single clients' payloads, and for local privacy.
 
-    ``what``: the payload in words, such as "mean logits". Clients send the payload without noise, so local privacy
+    ``what``: the payload in words, such as "mean logits". Clients send this payload without noise, so local privacy
     would not cover it.
     """
     local, reads = experiment.local, f"its server reads the {what} of every client"
@@ -71,7 +71,7 @@ def check_in_the_clear(algorithm: object, experiment: Choices, what: str) -> Non
     reasons = {
         "aggregator": f"{reads}, and this aggregator hides or leaves out some of them",
         "local.privacy": f"clients send {what}, which are computed from records without noise",
-        "server": f"{reads} after a round in which all of them began from one state",
+        "server": f"{reads} after a round in which all clients started from one state",
     }
     for name, (value, is_refused) in refused.items():
         if is_refused:

@@ -1,4 +1,4 @@
-"""Co-Boosting: DENSE with harder images, and with client weights learned on these images (Dai et al. 2024)."""
+"""Co-Boosting: DENSE with harder images, and with client weights computed on these images (Dai et al. 2024)."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ _LONGEST, _WEIGHT_DECAY, _DECAY = 10.0, 1e-4, 0.99
 
 
 class CoBoosting(OnMadeImages):
-    """FedAvg; after each round, the mean model (the student) learns from a weighted ensemble on generated images.
+    """FedAvg; after each round, the mean model (the student) is trained on generated images by a weighted ensemble.
 
-    f_k are the logits of client k's model, f(x) = sum_k w_k f_k(x) / sum_k w_k those of the ensemble, and s(x) those of
-    the student. The weights w_k start at 1/m for m clients. CE is the cross-entropy, and KL the Kullback-Leibler
-    divergence. In each epoch a new generator G makes images G(z) from noise z, for random labels y. It is trained by
-    ``generator_steps`` steps of Adam with learning rate ``generator_rate``. Its loss is (1 - p)^``hardness``
-    CE(f(G(z)), y) - T² KL(softmax f/T || softmax s/T) with T = 3, where p is the ensemble's probability of y. The step
-    with the lowest loss gives the epoch's ``images`` images. From the second epoch on (t = 1, 2, ...), each batch of
-    earlier images changes the weights: w_k <- clip(w_k - ``mu`` .99^t sign(dCE/dw_k), 0, 1). Then the student passes
-    once over all images, by SGD with momentum .9 and weight decay 1e-4. Its loss is T² KL(softmax f/T || softmax s/T)
-    with T = ``temperature``. Before each step of the student, every pixel is moved up or down by ``pixels``/255. The
-    direction is the sign of the gradient of a random combination of the ensemble's class probabilities.
+    f_k are the logits of client k's model. The logits of the ensemble are f(x) = sum_k w_k f_k(x) / sum_k w_k, and s(x)
+    are the logits of the student. The weights w_k start at 1/m for m clients. CE is the cross-entropy, and KL the
+    Kullback-Leibler divergence. In each epoch a new generator G makes images G(z) from noise z, for random labels y. G
+    is trained by ``generator_steps`` steps of Adam with learning rate ``generator_rate``. Its loss is (1 -
+    p)^``hardness`` CE(f(G(z)), y) - T² KL(softmax f/T || softmax s/T) with T = 3, where p is the ensemble's probability
+    of y. The step with the lowest loss gives the epoch's ``images`` images. From the second epoch on (t = 1, 2, ...),
+    each batch of earlier images changes the weights: w_k <- clip(w_k - ``mu`` 0.99^t sign(dCE/dw_k), 0, 1).
 
-    ``epochs``: 200 in the released code; 0 is FedAvg, bit for bit. ``channels``: the width of the generator, before its
-    last layer. ``mu``: the step size of the weights w_k; 0 keeps equal weights. ``distillation_rate``: the student's
-    learning rate, with a cosine schedule over all epochs. ``distillation_batch``: the number of images in a step. The
-    other defaults are those of the released code. Deviations: the student starts from the mean model (in the released
-    code, from random weights). The result is the model of the last epoch (in the released code, of the best epoch on
-    test records). Models with BatchNorm are refused.
+    Then the student is trained for one epoch on all images, by SGD with momentum 0.9 and weight decay 1e-4. The
+    student's loss is T² KL(softmax f/T || softmax s/T) with T = ``temperature``. Before each step of the student, every
+    pixel is moved up or down by ``pixels``/255. The direction is the sign of the gradient of a random combination of
+    the ensemble's class probabilities.
+
+    ``epochs``: the number of epochs; 200 in the released code; 0 is FedAvg, bit for bit. ``channels``: the width of the
+    generator before its last layer. ``mu``: the step size of the weights w_k; 0 keeps equal weights.
+    ``distillation_rate``: the student's learning rate, with a cosine schedule over all epochs. ``distillation_batch``:
+    the number of images in a step. All other defaults are those of the released code. Differences from this code: the
+    student starts from the mean model (there, from random weights). The result is the model of the last epoch (there,
+    of the best epoch on test records). Models with BatchNorm are refused.
 
     A further table has the accuracy of the weighted ensemble: an upper bound that needs the models of all clients.
     ``result.json`` has the weights.

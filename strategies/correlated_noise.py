@@ -4,17 +4,18 @@ The method is banded matrix factorisation. x_t is the sum of the clipped updates
 
     C a = C x + Z,      so that a_t = x_t + (C^-1 Z)_t.
 
-Z is fresh Gaussian noise, and C is a lower-triangular Toeplitz matrix of b bands. Its coefficients are the first b
-coefficients of the square root of the matrix that computes prefix sums: c_0 = 1 and c_k = c_{k-1} (2k - 1) / 2k. They
-are divided by their norm (Kalinin and Lampert 2024, "Banded square root matrix factorization for differentially private
-model training"). The model is a prefix sum of the a_t. The noise of this prefix sum is smaller than with independent
-noise of the same size in every round.
+Z is fresh Gaussian noise, and C is a lower-triangular Toeplitz matrix of b bands. The coefficients of C are the first b
+coefficients of the square root of the matrix that computes prefix sums: c_0 = 1 and c_k = c_{k-1} (2k - 1) / 2k. All
+coefficients are divided by their norm (Kalinin and Lampert 2024, "Banded square root matrix factorization for
+differentially private model training"). The model is a prefix sum of the a_t. The noise of this prefix sum is smaller
+than with independent noise of the same size in every round.
 
 Privacy (Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization"): the noise Z hides C x. In each round in
 which a client takes part, its update changes C x by a column of C times the update. Columns have norm 1, and two
 columns that are b or more rounds apart have no common nonzero row. So if a client takes part at most once in any b
-consecutive rounds, each of its rounds costs one Gaussian mechanism, as with independent noise. If the client takes part
-only by a secret random draw of probability p, each of its rounds costs one Gaussian mechanism with sampling rate p.
+consecutive rounds, the privacy cost of each of its rounds is that of one Gaussian mechanism, as with independent noise.
+If, in addition, a secret random draw of probability p decides on its participation, the Gaussian mechanism has the
+sampling rate p.
 """
 
 from collections import deque
@@ -39,9 +40,9 @@ class CorrelatedNoise:
     """Stores the sums of earlier rounds, from which correlated noise is computed. With one band no sums are stored.
 
     SENSITIVE: ``sums`` are the clipped sums without noise of the last ``bands`` - 1 rounds, newest first. Together with
-    the ``released`` sums they reveal the noise. The sums are kept only in memory, so a resumed run begins without them.
-    This costs accuracy but no privacy: the rounds before and after the interruption then belong to two separate
-    mechanisms.
+    the ``released`` sums they reveal the noise. The sums are kept only in memory, so a resumed run starts without them.
+    This reduces the accuracy, but not the privacy: the rounds before and after the interruption then belong to two
+    separate mechanisms.
     """
 
     bands: int

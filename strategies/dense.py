@@ -1,4 +1,4 @@
-"""DENSE: the server generates images with the clients' models, and distils their ensemble (Zhang et al. 2022)."""
+"""DENSE: the server generates images with the clients' models, and distils the models' ensemble (Zhang et al. 2022)."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from strategies.generated_images import Album, ImageStudent, OnMadeImages, diver
 
 
 class Dense(OnMadeImages):
-    """FedAvg; after each round, the mean model (the student) learns from the clients' ensemble on generated images.
+    """FedAvg; after each round, the mean model (the student) is trained on generated images by the clients' ensemble.
 
-    The server needs no records. f(x) = mean_k f_k(x) are the logits of the ensemble, s(x) those of the student. CE is
-    the cross-entropy, and KL the Kullback-Leibler divergence. In each epoch a new generator G makes images G(z) from
-    noise z, for random labels y. It is trained by ``generator_steps`` steps of Adam with learning rate
+    The server needs no records. f(x) = mean_k f_k(x) are the logits of the ensemble, s(x) are the logits of the
+    student. CE is the cross-entropy, and KL the Kullback-Leibler divergence. In each epoch a new generator G makes
+    images G(z) from noise z, for random labels y. G is trained by ``generator_steps`` steps of Adam with learning rate
     ``generator_rate``. Its loss is CE(f(G(z)), y) + ``statistics`` S - ``divergence`` D. D is the mean of KL(softmax f
-    || softmax s) over the images; an image for which f and s predict the same class counts as 0. S is the sum of |m -
-    m'| + |v - v'| over clients and their BatchNorm layers, if any (``local.batch_norm=average``). Here m and v are
-    means and variances of the layer's inputs on G(z), and m' and v' are the layer's running statistics. The step with
-    the lowest loss gives the epoch's ``images`` images. The student then passes once over the images of all epochs, by
-    SGD with momentum .9 on T² KL(softmax f/T || softmax s/T).
+    || softmax s) over the images, with 0 for images for which f and s predict the same class. S is the sum of |m - m'|
+    + |v - v'| over clients and their BatchNorm layers, if any (``local.batch_norm=average``). Here m and v are means
+    and variances of the layer's inputs on G(z), and m' and v' are the layer's running statistics. The step with the
+    lowest loss gives the epoch's ``images`` images. Then the student is trained for one epoch on the images of all
+    epochs, by SGD with momentum 0.9 on T² KL(softmax f/T || softmax s/T).
 
-    ``epochs``: 200 in the released code; 0 is FedAvg, bit for bit. ``channels``: the width of the generator, before its
-    last layer. ``temperature``: the temperature T of the distillation. ``distillation_rate``: the student's learning
-    rate. ``distillation_batch``: the number of images in a step. The other defaults are those of the released command.
-    Deviations: the student starts from the mean model (in the released code, from random weights). Images are not
-    cropped or mirrored. The result is the model of the last epoch (in the released code, of the best epoch on test
-    records).
+    ``epochs``: the number of epochs; 200 in the released code; 0 is FedAvg, bit for bit. ``channels``: the width of the
+    generator before its last layer. ``temperature``: the temperature T of the distillation. ``distillation_rate``: the
+    student's learning rate. ``distillation_batch``: the number of images in a step. All other defaults are those of the
+    released code's command. Differences from this code: the student starts from the mean model (there, from random
+    weights). Images are not cropped or mirrored. The result is the model of the last epoch (there, of the best epoch on
+    test records).
 
     A further table has the accuracy of the ensemble itself: an upper bound that needs the models of all clients.
     """
@@ -63,7 +63,7 @@ class Dense(OnMadeImages):
         for _ in range(self.epochs):
             made, labels = album.made(self.making(), loss_of)
             album.add(made, labels)
-            with torch.no_grad():  # the ensemble's logits of an image stay the same in all epochs
+            with torch.no_grad():  # the ensemble's logits of an image are the same in all epochs
                 goals = torch.cat([goals, ensemble_logits(models, album.shown(made), lesson.logits_of)])
             for rows, images, _ in album.batches(self.distillation_batch):
                 learner.step(images, goals[rows], self.temperature, self.distillation_rate)

@@ -27,35 +27,35 @@ class DepthFL(Averaging):
 
     The loss of a client is the sum of the cross-entropies of its exits, plus a distillation between the exits. The
     distillation is w(t) T^2 / (d - 1) times the sum of KL(softmax(f_j / T) || softmax(f_i / T)) over all pairs of exits
-    i and j. Its gradient does not pass through the logits f_j. The update of a parameter is the mean update of the
-    round's clients that have this parameter, weighted by their numbers of records. If no client of the round has a
-    parameter, it stays unchanged. Clients receive, train and send only their blocks and exits. The evaluated model
+    i and j. No gradient flows through the logits f_j. The update of a parameter is the mean update of the round's
+    clients that have this parameter, weighted by their numbers of records. If no client of the round has a parameter,
+    this parameter does not change. Clients receive, train and send only their blocks and exits. The evaluated model
     predicts by the mean logits of all exits.
 
-    ``depths``: the possible depths, assigned to clients like the ``rates`` of ``heterofl``; empty: 1, 2, ..., up to the
-    number of the model's blocks. The model has as many blocks as the deepest client. ``consistency``: the final value
-    of w, the weight of the distillation. ``temperature``: the temperature T of the distillation. ``ramp_up``: in round
-    t (from 0), w(t) = ``consistency`` exp(-5 (1 - t / ``ramp_up``)^2), up to round ``ramp_up``; 0 means no ramp. The
-    defaults are those of the released code, for 1,000 rounds: in a short run the distillation is almost off, so set a
-    smaller ``ramp_up``.
+    ``depths``: the possible depths, assigned to clients like the ``rates`` of ``heterofl``; empty means 1, 2, ..., up
+    to the number of the model's blocks. The model has as many blocks as the deepest client. ``consistency``: the final
+    value of w, the weight of the distillation. ``temperature``: the temperature T of the distillation. ``ramp_up``: in
+    round t (from 0), w(t) = ``consistency`` exp(-5 (1 - t / ``ramp_up``)^2), up to round ``ramp_up``; 0 means no ramp.
+    The defaults are those of the released code, for 1,000 rounds: in a short run the distillation is almost off, so set
+    a smaller ``ramp_up``.
 
-    ``resnet`` gets an exit after each residual block, other models after each layer. Deviations from the released code:
-    an exit is one linear layer, after pooling to 4 to 7 pixels per side; in the released code an exit has further
-    convolutions. FedDyn's regularisation is left out, as in the row "FedAvg" of the paper's tables. The released code
-    weights clients equally.
+    ``resnet`` has an exit after each residual block, other models have one after each layer. Differences from the
+    released code: an exit is one linear layer, after pooling to 4 to 7 pixels per side (there, an exit also has
+    convolutions). FedDyn's regularisation is left out, as in the row "FedAvg" of the tables of Kim et al. 2023. Clients
+    are weighted by their numbers of records (there, equally).
     """
 
     kind: Literal["depthfl"] = "depthfl"
     title: ClassVar[str] = "DepthFL"
     layer: ClassVar[str] = "strategies.sizes:MeanOfHolders"
-    knobs: ClassVar[str] = "algorithm.consistency weighs the distillation between exits: set a smaller one"
+    knobs: ClassVar[str] = "algorithm.consistency is the weight of the distillation between exits: set a smaller value"
     depths: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(several)] = ()
     consistency: float = Field(1.0, ge=0)
     temperature: float = Field(1.0, gt=0)
     ramp_up: int = Field(300, ge=0)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that do not fit updates of different shapes."""
+        """Raise ValueError for settings that do not support updates of different shapes."""
         check_one_size(self, experiment)
 
     def remarks(self, experiment: Choices) -> list[str]:
@@ -106,7 +106,7 @@ class DepthFL(Averaging):
         return _depth(task.params) / _depth(task.initial)
 
     def resized(self, model: WithExits, params: Params, size: float) -> WithExits:
-        """Return a copy of the first blocks of ``model`` and their exits: those that have parameters in ``params``."""
+        """Return a copy of the first blocks and exits of ``model``: those with parameters in ``params``."""
         del size
         return model.first(_depth(params))
 
@@ -116,7 +116,7 @@ class DepthFL(Averaging):
             "smoothing": torch.tensor(task.settings.label_smoothing),
             "weight": torch.tensor(self._weight(task.server_round)),
         }
-        # the factor 0 on the mean logits gives their cross-entropy the gradient 0
+        # mean logits times 0: the gradient of their cross-entropy is 0
         scale = torch.zeros(head_shape(task.params)[0])
         return LocalPlan(logit_scale=scale, loss_term=LossTerm(self.losses_of_exits, data, features=True))
 
@@ -124,8 +124,7 @@ class DepthFL(Averaging):
         """Return the loss of each record, (n,): the cross-entropies of all exits, and the distillation between them.
 
         ``batch.features``: the logits of all exits, as one vector for each record. The trainer adds the cross-entropy
-        of the mean logits. The mean logits are multiplied by 0, so this cross-entropy is the logarithm of the number of
-        classes, which is subtracted here.
+        of the mean logits times 0, which is the logarithm of the number of classes. This logarithm is subtracted here.
         """
         assert batch.features is not None
         count, classes = batch.logits.shape

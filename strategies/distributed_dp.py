@@ -26,18 +26,18 @@ class DistributedDP(Settings):
     server adds the messages modulo 2^``bits``, reverses scaling and rotation, and divides by the number of messages.
     Secure aggregation is simulated: this program computes the same sum, without the random masks of the protocol.
 
-    Privacy unit: one client. Adjacency: all data of one client are replaced by nothing, while the client still takes
-    part. It is public which clients take part in a round, and which drop out. So the sampling of clients does not
-    reduce the cost. The sum contains the noise of only the clients that answer, so dropouts raise the cost of a round.
+    Privacy unit: one client. Adjacency: all data of one client are removed, but the client still takes part. It is
+    public which clients take part in a round, and which drop out. So the sampling of clients does not reduce the
+    privacy cost. The sum contains only the noise of the clients that answer, so dropouts raise the cost of a round.
 
-    ``epsilon``: the largest epsilon over the whole run. The server does not open (learn) a sum that would exceed this
-    epsilon. ``delta``: the delta at which the given epsilon holds. ``clipping_norm``: the largest L2 norm of a client's
-    vector. ``noise_multiplier``: the standard deviation of the noise on the sum, divided by the clipping norm, if all
-    clients of a round answer. If it is left out, it is the smallest value for which all rounds together cost at most
+    ``epsilon``: the largest epsilon of the whole run. The server does not open (see) a sum that would exceed this
+    epsilon. ``delta``: the delta of the guarantee with this epsilon. ``clipping_norm``: the largest L2 norm of a
+    client's vector. ``noise_multiplier``: the standard deviation of the noise on the sum, divided by the clipping norm,
+    if all clients of a round answer. By default, it is the smallest value for which all rounds together cost at most
     the given epsilon. ``mechanism``: the distribution of a client's noise. ``bits``: the number of bits of each sent
-    number. ``headroom``: numbers are scaled so that this many standard deviations of a sum fit into half of 2^``bits``.
-    ``noise``: with "secret" the noise differs from run to run. With "seeded" the noise is repeatable, and protects in
-    simulation only.
+    number. ``headroom``: a number of standard deviations of a sum; numbers are scaled so that it corresponds to half of
+    2^``bits``. ``noise``: "secret" noise differs from run to run. "seeded" noise is repeatable, protects nothing, and
+    is for simulations only.
     """
 
     kind: Literal["distributed-dp"] = "distributed-dp"
@@ -58,7 +58,7 @@ class DistributedDP(Settings):
     def _has_noise(self) -> Self:
         if self.epsilon is None and self.noise_multiplier is None:
             raise ValueError(
-                "aggregator=distributed-dp needs aggregator.epsilon, from which the noise is found, or "
+                "aggregator=distributed-dp needs aggregator.epsilon, from which the noise is computed, or "
                 "aggregator.noise_multiplier: set one of them, for example aggregator.epsilon=8"
             )
         return self
@@ -83,7 +83,7 @@ class DistributedDP(Settings):
         elif isinstance(algorithm, Sharing):
             reason = "its clients share averages of their records without noise before the first round"
         elif hasattr(algorithm, "weigh"):
-            reason = "it weighs clients, and the server sees only the sum of equal weights"
+            reason = "it weighs clients, but the server sees only the sum of equal weights"
         if reason:
             raise ValueError(
                 f"algorithm {kind_of(algorithm)} {what}: {reason}; take another algorithm, such as fedavg, fedprox or "
@@ -93,7 +93,7 @@ class DistributedDP(Settings):
             if not is_none(value := getattr(experiment, name)):
                 raise ValueError(
                     f"{name} {kind_of(value)} {what}: it also reads the clients' records, and no privacy "
-                    "statement covers both; leave one of the two out"
+                    "statement covers both; leave one of these two settings out"
                 )
         if not is_none(experiment.compress):
             raise ValueError(
@@ -110,7 +110,8 @@ class DistributedDP(Settings):
     def _check_sampler(self, sampler: Any, what: str) -> None:
         if not (type(sampler) is Everyone or (type(sampler) is Cyclic and sampler.sampling_rate == 1)):
             raise ValueError(
-                f"sampler {kind_of(sampler)} {what}: the server sees who takes part, so random cohorts reduce no cost, "
-                "and the number of clients that add noise to a sum must be known; take sampler=full, or "
-                "sampler=cyclic, with which a client takes part in, and pays for, one of sampler.groups rounds"
+                f"sampler {kind_of(sampler)} {what}: the server sees the cohort, so random sampling does not reduce "
+                "the privacy cost, and the number of clients that add noise to a sum must be known; take sampler=full, "
+                "or sampler=cyclic, with which a client takes part in one of every sampler.groups rounds, and has a "
+                "privacy cost only in these rounds"
             )

@@ -1,4 +1,4 @@
-"""Rounds under distributed DP: clients send noisy integers, and the server charges each sum before it uses the sum.
+"""Rounds under distributed DP: clients send noisy integers, and each sum is charged to the ledger before it is used.
 
 Secure aggregation is simulated as a sum modulo 2^bits. The settings are in ``strategies.distributed_dp``, and the
 arithmetic in ``fl_sim.privacy.modular_sums``.
@@ -49,7 +49,7 @@ _SHARE = "share"
 
 
 def terms_of(settings: DistributedDP) -> Terms:
-    """Return the terms of the privacy ledger, which define its epsilon: privacy unit, adjacency, delta and budget."""
+    """Return the terms of the privacy ledger: privacy unit, adjacency, delta and budget. They define the epsilon."""
     return Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta, settings.epsilon)
 
 
@@ -66,7 +66,7 @@ def grid_of(experiment: Any, sent: Payloads) -> SumGrid:
 def num_charges(experiment: Any) -> int:
     """Return the number of charges to the ledger in a run without dropouts.
 
-    It is the number of rounds of the client that takes part most often.
+    This number is the largest number of rounds in which a single client takes part.
     """
     rounds: int = experiment.rounds
     apart: int = experiment.sampler.rounds_apart
@@ -91,12 +91,12 @@ def _made(settings: DistributedDP, dimension: int, shares: int, noise_multiplier
 
 @dataclass
 class DistributedSums(Layer):
-    """Charges each round's noisy sum to the privacy ledger before the server opens (learns) the sum. Computes the mean.
+    """Charges each round's noisy sum to the privacy ledger before the server opens (sees) the sum. Computes the mean.
 
-    ``noise``: the run's noise source. The ledger stores its identity with each charge. The clients draw the noise.
-    ``grid``: the rounding grid of the sums, set before the first round. ``unopened``: the rounds whose sums were not
-    opened, because they would have exceeded the budget. ``wrapped``: the rounds whose sums probably overflowed (wrapped
-    around) the modulus.
+    ``noise``: the run's noise source, from which the clients draw. The ledger stores an identifier of this source with
+    each charge. ``grid``: the rounding grid of the sums, set before the first round. ``unopened``: the rounds whose
+    sums were not opened, because they would have exceeded the budget. ``wrapped``: the rounds whose sums probably
+    overflowed (wrapped around) the modulus.
     """
 
     settings: DistributedDP
@@ -112,7 +112,7 @@ class DistributedSums(Layer):
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> DistributedSums:
         """Open the privacy ledger in the run directory ``out``, and return the layer of the new or resumed run.
 
-        A resumed run with secret noise has new noise. So a round that was charged but not finished is charged again.
+        A resumed run with secret noise draws new noise. So a round that was charged but not finished is charged again.
         """
         settings, paid = experiment.aggregator, progress.get("receipt")
         seeded = Noise.seeded(int.from_bytes(hashlib.sha256(digest_of(experiment).encode()).digest()))
@@ -131,7 +131,7 @@ class DistributedSums(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if payloads are no model updates, the noise is too small, or one round exceeds the budget."""
+        """Raise UserError for payloads other than updates, too little noise, or one round above the budget."""
         check_changes(experiment.algorithm, beginning, "aggregator=distributed-dp", "aggregator")
         settings, grid = experiment.aggregator, grid_of(experiment, beginning.sent)
         cost = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta)).charge(
@@ -147,7 +147,7 @@ class DistributedSums(Layer):
             raise UserError(
                 f"aggregator.epsilon={settings.epsilon:g} does not afford one round, which costs {rounded_up(cost)} at "
                 f"delta {settings.delta:g}: take a larger aggregator.noise_multiplier or epsilon, or leave "
-                "noise_multiplier out, and the noise is found from epsilon"
+                "noise_multiplier out; the noise is then computed from epsilon"
             )
 
     @classmethod
@@ -164,7 +164,7 @@ class DistributedSums(Layer):
     def begin(self, server_round: int) -> None:
         """Raise Stop if the budget does not cover a round in which all clients answer.
 
-        The round is charged later: after the number of answers is known, and before the sum is opened (learned).
+        The round is charged later: after the number of answers is known, and before the server opens (sees) the sum.
         """
         if not self.affords(server_round):
             raise Stop(f"privacy budget spent after {server_round - 1} rounds (epsilon {self.settings.epsilon:g})")
@@ -185,8 +185,8 @@ class DistributedSums(Layer):
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
         """Charge the round's sum modulo 2^bits to the ledger, and return the mean update, computed from this sum.
 
-        Returns None if no client answered, or if so few clients answered that their noise is too small for the budget.
-        Then the model stays unchanged.
+        The result is None if no client answered, or if only few clients answered, so that their noise is too small for
+        the budget. In these cases the model does not change.
         """
         assert self.grid is not None
         if not (present := len(cohort.replies)):
@@ -197,7 +197,7 @@ class DistributedSums(Layer):
             self.unopened.append(cohort.server_round)
             return None
         total = np.zeros(self.grid.padded, np.int64)
-        for reply in cohort.replies:  # secure aggregation: the server learns this sum, and no single message
+        for reply in cohort.replies:  # secure aggregation: the server sees only this sum, no single message
             total = (total + reply.payloads[_SHARE][_SHARE].numpy()) % self.grid.modulus
         if wraps_around(total, self.grid):
             self.wrapped.append(cohort.server_round)
@@ -234,7 +234,7 @@ class DistributedSums(Layer):
     def state(self) -> Mapping[str, Any]:
         """Return the receipt for the checkpoint: the number and the digest of all ledger entries.
 
-        A resumed run checks with it that the ledger still contains these entries.
+        With this receipt, a resumed run checks that the ledger still contains these entries.
         """
         return {"receipt": self.ledger.receipt.to_json()}
 
@@ -267,7 +267,7 @@ class ClientShares(ClientLayer):
     """Turns a client's update into noisy integers modulo 2^bits.
 
     ``template``: the payload template of the algorithm. ``seed``: the public seed of the rotation. ``run_digest``: a
-    digest of the experiment, from which seeded noise comes; empty for secret noise.
+    digest of the experiment, from which seeded noise is derived; empty for secret noise.
     """
 
     only_sums: ClassVar[bool] = True
@@ -300,7 +300,7 @@ class ClientShares(ClientLayer):
         return ClientUpdate({}, 1, None, update.state, content)
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the packed size of each payload. The first payload carries the numbers of all payloads."""
+        """Return the packed size of each payload. The first payload contains the numbers of all payloads."""
         del model
         first, *others = template
         return {first: Size(0, self.grid.num_bytes), **dict.fromkeys(others, Size(0))}

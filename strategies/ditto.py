@@ -19,8 +19,8 @@ def near(start: Params, centre: Params, strength: float) -> LocalPlan:
 
     The plan adds ``strength`` (v - ``centre``) to the gradient at v.
 
-    The proximal term of a local plan pulls towards ``start``, the model at which training starts. Adding the constant
-    ``strength`` (``start`` - ``centre``) to the gradient redirects this pull to ``centre``.
+    The proximal term of a local plan pulls v towards ``start``. The constant ``strength`` (``start`` - ``centre``),
+    added to the gradient, changes this into a pull towards ``centre``.
     """
     if not strength:
         return LocalPlan()
@@ -31,10 +31,10 @@ class Ditto(Averaging):
     """FedAvg trains the global model x; each client also makes steps v <- v - eta (grad F(v) + ``strength`` (v - x)).
 
     F is the client's loss, and eta the local learning rate. The client's own model v begins at the run's initial model.
-    It is trained in the rounds in which the client takes part, with as many steps as the global model, on the same
-    batches. ``strength``: the pull of v towards x, the paper's lambda, chosen in the paper from 0.1, 1 and 2 on
-    validation records; with 0, x has no effect on v. In the released code x and v are trained alternately, one batch
-    each.
+    In each round in which the client takes part, v is trained with the same number of steps as x, on the same batches.
+    ``strength``: the strength of the pull of v towards x, lambda in Li et al. 2021, where it is chosen from 0.1, 1 and
+    2 with validation records; with 0, x has no effect on v. In the released code x and v are trained alternately, one
+    batch each.
     """
 
     kind: Literal["ditto"] = "ditto"
@@ -43,7 +43,8 @@ class Ditto(Averaging):
     def remarks(self, experiment: Choices) -> list[str]:
         """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
-        return [] if self.strength else [off("algorithm.strength=0", "own models are those of local-only")]
+        why = "each client's own model is that of algorithm local-only"
+        return [] if self.strength else [off("algorithm.strength=0", why)]
 
     def further(self, task: LocalTask) -> Mapping[str, FurtherModel]:
         """Return the settings of the round's second local training, which trains the client's own model."""

@@ -1,4 +1,4 @@
-"""DivFL: the server selects a cohort whose updates represent those of all clients (Balakrishnan et al. 2022)."""
+"""DivFL: the server selects a cohort whose updates represent the updates of all clients (Balakrishnan et al. 2022)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ class DivFL(GuidedSampler):
 
     Let d_ij be the distance between the last updates of clients i and j, and D the largest of all distances. The cohort
     maximises the facility location function F(S) = sum over all clients i of (D - min over j in S of d_ij). The
-    maximisation is greedy: each step adds the client with the largest gain (section 3). F(S) is then at least 1 - 1/e
-    of the largest value. Equal gains are decided at random. This is the paper's variant without further messages: only
-    clients in a cohort have a new update. Clients without an update so far come first, drawn uniformly, until all have
-    been in a cohort.
+    maximisation is greedy: each step adds the client with the largest gain (section 3). So F(S) is at least 1 - 1/e
+    times the largest possible value. Between equal gains, the choice is random. This is the paper's variant without
+    further messages: only clients in a cohort send a new update. Clients that have sent no update so far are chosen
+    first, uniformly at random, until all clients have been in a cohort.
 
     ``cohort_size``: the number of clients in a round. ``sketch_size``: the length of a count sketch. The server stores
     only this sketch of each update, so checkpoints stay small, and computes the distances between sketches. The
     relative error of a squared distance is about sqrt(2 / ``sketch_size``). Updates with at most ``sketch_size``
-    numbers are stored whole.
+    numbers are stored without a sketch.
 
-    Deviations: in the paper, gradients of all clients are collected once, before the first round. Here, greedy steps
-    compare all clients, not a random part of the clients. The mean has the weights of the algorithm.
+    Differences from the paper: there, the gradients of all clients are collected once, before the first round, and a
+    greedy step compares only a random part of the clients. Here, it compares all clients, and the mean has the weights
+    of the algorithm.
     """
 
     kind: Literal["divfl"] = "divfl"
@@ -55,7 +56,7 @@ class DivFL(GuidedSampler):
             )
 
     def sketch(self, update: torch.Tensor) -> tuple[float, ...]:
-        """Return the count sketch of an update, shape (parameters,): a short vector that keeps distances approximately.
+        """Return the count sketch of an update of shape (parameters,): a short vector that nearly preserves distances.
 
         Each number of the update gets a random sign, and is added to a random entry of the sketch. Signs and entries
         are the same for all updates.
@@ -67,14 +68,14 @@ class DivFL(GuidedSampler):
         return tuple(np.bincount(entries, weights=signs * numbers, minlength=self.sketch_size).tolist())
 
     def select(self, coins: Coins, server_round: int, feedback: Feedback) -> NDArray[np.int64]:
-        """Return the cohort, ascending: clients without an update so far, then the most representative others."""
+        """Return the cohort, ascending: clients without any update so far, and the most representative clients."""
         del server_round
         num_clients = len(feedback.sizes)
         drawn, holds = distinct(num_clients, coins), feedback.sizes > 0
         known = np.array([client in feedback.met for client in range(num_clients)]) & holds
         new = smallest(drawn, holds & ~known, self.cohort_size)
         clients = np.flatnonzero(known)
-        clients = clients[np.argsort(drawn[clients])]  # the random order decides between equal gains
+        clients = clients[np.argsort(drawn[clients])]  # between equal gains, the first client in this random order wins
         sketches = np.array([feedback.met[client].sketch for client in clients.tolist()])
         chosen = representatives(sketches, self.cohort_size - len(new)) if len(clients) else []
         return np.sort(np.concatenate([new, clients[chosen]])).astype(np.int64)
@@ -92,7 +93,7 @@ def representatives(vectors: NDArray[np.float64], count: int) -> list[int]:
     """Return at most ``count`` rows of ``vectors``, (n, d), by the greedy rule of ``DivFL``, in the order of choice."""
     from scipy.spatial.distance import cdist  # noqa: PLC0415 (loads slowly)
 
-    # not computed by a matrix product, whose rounding depends on the number of threads
+    # no matrix product, because its rounding depends on the number of threads
     distances: NDArray[np.float64] = cdist(vectors, vectors)
     nearest, chosen = np.full(len(vectors), distances.max()), list[int]()
     free = np.ones(len(vectors), dtype=bool)

@@ -20,15 +20,15 @@ class DnC(Robust):
     """The mean of the updates, without outliers in the direction of largest variance.
 
     An iteration draws some coordinates of the updates, with the run's seed, and computes the first principal direction
-    of the updates in these coordinates. It drops the updates with the largest squared projections: c h updates, rounded
-    up, where c is ``filter_share``, and h is ``hostile``. The result is the mean of the updates that all iterations
-    keep. A round needs at least 2 h + 1 clients with records, and more clients than all iterations together can leave
-    out. The rule assumes that all hostile updates have the same direction: a large outlier hides a smaller outlier of
-    another direction. No privacy guarantee.
+    of the updates in these coordinates. It removes the updates with the largest squared projections on this direction:
+    c h updates, rounded up, where c is ``filter_share``, and h is ``hostile``. The result is the mean of the updates
+    that no iteration removes. A round needs at least 2 h + 1 clients with records, and more clients than all iterations
+    together can remove. The rule assumes that all hostile updates have the same direction: a large outlier hides a
+    smaller outlier in another direction. No privacy guarantee.
 
-    ``hostile``: the number h of hostile clients that the rule is made for. ``filter_share``: the paper's c; an
-    iteration leaves out c h updates. ``coordinates``: the number of coordinates that an iteration draws, or all if
-    updates have fewer. ``iterations``: the number of iterations.
+    ``hostile``: the number h of hostile clients for which the rule is designed. ``filter_share``: the factor c of the
+    paper; an iteration removes c h updates. ``coordinates``: the number of coordinates that an iteration draws, or all
+    if updates have fewer coordinates. ``iterations``: the number of iterations.
     """
 
     kind: Literal["dnc"] = "dnc"
@@ -41,7 +41,7 @@ class DnC(Robust):
     def remarks(self, experiment: Choices) -> list[str]:
         """Return one sentence for each setting that has no effect in this experiment."""
         del experiment
-        left_out = "no update is left out, and every client counts the same"
+        left_out = "no update is left out, and all clients have equal weights"
         return [] if self._num_out else [off(f"aggregator.hostile={self.hostile}", left_out)]
 
     @property
@@ -51,12 +51,12 @@ class DnC(Robust):
     def fewest(self) -> int:
         """Return the smallest number of updates that the rule needs.
 
-        It is 2 ``hostile`` + 1, or more if the iterations together could otherwise leave out all updates.
+        This number is 2 ``hostile`` + 1, or more if the iterations together could otherwise remove all updates.
         """
         return max(2 * self.hostile, self._num_out * self.iterations) + 1
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
-        """Return the mean of the updates that every iteration keeps."""
+        """Return the mean of the updates that no iteration removes."""
         del weighting
         coins, (count, size) = rng(cohort.seed, "coordinates of DnC", cohort.server_round), rows.shape
         kept = torch.ones(count, dtype=torch.bool)
@@ -65,7 +65,7 @@ class DnC(Robust):
             if self.coordinates < size:
                 part = rows[:, torch.from_numpy(np.sort(coins.choice(size, self.coordinates, replace=False)))]
             centred = part.double() - part.double().mean(dim=0)
-            # The projections on the first right singular vector are the first left singular vector times a constant.
+            # The first left singular vector, times a constant, has the projections on the first right singular vector.
             projections = torch.linalg.eigh(centred @ centred.T).eigenvectors[:, -1].square()
             kept[projections.argsort(stable=True)[count - self._num_out :]] = False
         mean: torch.Tensor = rows[kept].double().mean(dim=0)

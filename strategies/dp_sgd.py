@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 ANOTHER: Final = "take another algorithm, such as fedavg, fedprox or scaffold"
-"""The advice in error messages about an algorithm that does not fit a privacy mechanism."""
+"""The advice in error messages about an algorithm that cannot run with a privacy mechanism."""
 
 
 class NoLocalPrivacy(Settings):
@@ -35,7 +35,7 @@ class NoLocalPrivacy(Settings):
 
 
 class ClientPrivacy(Settings):
-    """Base class of privacy mechanisms whose cost each client charges to its own ledger, round by round."""
+    """Base class of privacy mechanisms: each client charges its privacy cost to its own ledger, round by round."""
 
     kind: str = ""
     is_private: ClassVar[bool] = True
@@ -51,7 +51,7 @@ class ClientPrivacy(Settings):
     def _has_noise(self) -> Self:
         if self.epsilon is None and self.noise_multiplier is None:
             raise ValueError(
-                f"local.privacy={self.kind} needs local.privacy.epsilon, from which the noise is found, or "
+                f"local.privacy={self.kind} needs local.privacy.epsilon, from which the noise is computed, or "
                 "local.privacy.noise_multiplier: set one of them, for example local.privacy.epsilon=8"
             )
         return self
@@ -74,7 +74,7 @@ class ClientPrivacy(Settings):
         """Accept every attack: each client adds noise to its update before sending, so attacks break no guarantee."""
 
     def despite_hostile(self) -> str:
-        """Return the reason why the guarantee holds despite hostile clients: a clause that begins with "because"."""
+        """Return the reason why the guarantee is valid despite hostile clients: a clause that begins with "because"."""
         return "because a client adds its noise itself, before it sends"
 
     def check_alone(self, experiment: Choices) -> None:
@@ -106,27 +106,27 @@ class DPSGD(ClientPrivacy):
 
     Let n be the client's number of records. In every local step, each record joins the batch independently, with
     probability q = ``local.batch_size`` / n. The gradient of each record is clipped. Gaussian noise is added to the sum
-    of these gradients, and the noisy sum is divided by q n. Terms of the algorithm, such as FedProx's proximal term,
-    are added afterwards.
+    of these gradients, and the noisy sum is divided by q n. Then the terms of the algorithm, such as FedProx's proximal
+    term, are added.
 
     ``clipping_norm``: the largest L2 norm C of a record's gradient, over all trained parameters together. ``clipping``:
-    the rule that bounds a gradient g by C. "flat" scales a longer g down to the norm C. "per-layer" clips the gradient
-    of each of L layers to the norm C / sqrt(L), or to the norms in ``layer_norms``. "automatic" turns every g into
-    C g / (|g| + ``stability``) (AUTO-S, Bu et al. 2023), so that C only scales the learning rate. The noise and the
-    cost are the same for all three. ``layer_norms``: the norms of per-layer clipping, one for each layer with trained
-    parameters, in the model's order; C is then the root of the sum of their squares.
+    the rule that bounds a gradient g by C. "flat" scales g down to the norm C if its norm is larger. "per-layer" clips
+    the gradient of each of L layers to the norm C / sqrt(L), or to the norms in ``layer_norms``. "automatic" changes
+    every g to C g / (|g| + ``stability``) (AUTO-S, Bu et al. 2023), so that C only scales the learning rate. The noise
+    and the privacy cost are the same for all three rules. ``layer_norms``: the norms of per-layer clipping, one for
+    each layer with trained parameters, in the model's order; then C is the root of the sum of the squares of all norms.
 
-    Privacy unit: one record of one client. Adjacency: one record is replaced by nothing, while the client's number of
-    records stays public. A client's cost is the cost of all steps of all rounds in which it takes part. The sampling of
-    clients does not reduce this cost.
+    Privacy unit: one record of one client. Adjacency: one record is removed, but the public number of the client's
+    records does not change. A client's cost is the cost of all steps of all rounds in which the client takes part. The
+    sampling of clients does not reduce this cost.
 
-    ``epsilon``: the largest epsilon for each record of each client, over the whole run. ``delta``: the delta at which
-    the given epsilon holds. ``noise_multiplier``: the standard deviation of the noise on the sum, divided by C. If it
-    is left out, each client has the smallest value for which all its rounds together cost at most the given epsilon. If
-    epsilon and noise multiplier are set, a client trains until its next round would exceed the epsilon. From then on
-    the client counts as a client without records. ``noise``: with "secret" the protection is real, and the noise
-    differs from run to run. With "seeded" the noise is repeatable, and protects in simulation only. ``accountant``: the
-    accountant that finds the noise, and compares costs with ``epsilon``. "pld" allows less noise than "rdp", but its
+    ``epsilon``: the largest epsilon for each record of each client, over the whole run. ``delta``: the delta of the
+    guarantee with this epsilon. ``noise_multiplier``: the standard deviation of the noise on the sum, divided by C. By
+    default, each client computes the smallest value for which all its rounds together cost at most the given epsilon.
+    If epsilon and noise multiplier are both set, a client trains until its next round would exceed the epsilon. After
+    that, the client is treated as one without records. ``noise``: "secret" noise gives real protection, and differs
+    from run to run. "seeded" noise is repeatable, protects nothing, and is for simulations only. ``accountant``: the
+    accountant that computes the noise, and compares costs with ``epsilon``. "pld" allows less noise than "rdp", but its
     computation takes seconds for each different number of records.
     """
 
@@ -199,7 +199,7 @@ class DPSGD(ClientPrivacy):
         return isinstance(stage, Supplying) and isinstance(stage, Promising) and stage.is_private
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError if another setting reads records without noise, or does not fit private steps."""
+        """Raise ValueError if another setting reads records without noise, or does not support private steps."""
         algorithm, local = experiment.algorithm, experiment.local
         reasons = {
             "local.batch_norm": ("none", local.batch_norm, "running statistics are means over records without noise"),
@@ -218,7 +218,7 @@ class DPSGD(ClientPrivacy):
         self.check_alone(experiment)
         methods = {
             "course": "its local steps are not the steps of one SGD",
-            "trainers": "it has a trainer of its own, which adds no noise",
+            "trainers": "it uses its own trainer, which adds no noise",
             "own_scores": "its clients predict by their records",
         }
         if reason := next((reason for name, reason in methods.items() if hasattr(algorithm, name)), ""):

@@ -1,4 +1,4 @@
-"""Early stopping: a run ends when validation accuracy reaches a target, or when it has not risen for some rounds."""
+"""Early stopping: a run ends when the validation accuracy reaches a target, or has not risen for some rounds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from strategies.layer import Layer
 class EarlyStopping(Layer):
     """Ends a run when the validation accuracy reaches a target or no longer rises.
 
-    ``target``: the accuracy at which the run ends, 0 for none. ``patience``: the number of rounds without a higher
-    accuracy after which the run ends, 0 for no limit.
+    ``target``: the accuracy at which the run ends; 0 means no target. ``patience``: the run ends after this number of
+    rounds without a higher accuracy; 0 means no limit.
     """
 
     def __init__(self, target: float, patience: int) -> None:
@@ -29,13 +29,13 @@ class EarlyStopping(Layer):
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> EarlyStopping:
         """Create this layer (code around the rounds) for a run.
 
-        The layer needs no checkpoint: it reads all accuracies from ``rounds.jsonl``.
+        The layer stores nothing in checkpoints: it reads all accuracies from ``rounds.jsonl``.
         """
         del out, progress
         return cls(experiment.evaluate.target_accuracy, experiment.evaluate.patience)
 
     def ended(self, rounds: Sequence[RoundRecord]) -> str:
-        """Return the reason for ending the run early after these ``rounds``, or an empty string to continue."""
+        """Return the reason to end the run early after these ``rounds``, or an empty string if the run continues."""
         validated = [(one.round, one.validation_accuracy) for one in rounds if one.validation_accuracy is not None]
         if not validated:
             return self.inner.ended(rounds)

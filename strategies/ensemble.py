@@ -1,4 +1,4 @@
-"""Methods whose server learns from the ensemble of a round's models: base classes, and the ensemble's logits."""
+"""Methods whose server trains on the ensemble of a round's models: base classes, and the ensemble's logits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LogitsOf = Callable[[Params, "torch.Tensor"], "torch.Tensor"]
 """A function (model weights, normalised records (n, *input shape)) -> logits (n, classes)."""
 
 POOL = "pool"
-"""The name of the run's own pool of synthetic records, used in place of the name of a data set."""
+"""The name of the run's pool of synthetic records. It is used in place of the name of a data set."""
 
-UPPER_BOUND = "the ensemble's accuracy is an upper bound that keeps the models of all clients"
+UPPER_BOUND = "the ensemble's accuracy is an upper bound that needs the models of all clients"
 
 
 class Norms(Protocol):
-    """The forward passes of a model with BatchNorm layers. The weights of a model contain its running statistics.
+    """The forward passes of a model with BatchNorm layers. The model's weights include its running statistics.
 
     ``statistics``: the names of the running statistics.
     """
@@ -37,15 +37,15 @@ class Norms(Protocol):
         """Return the names of the running statistics."""
 
     def training_logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
-        """Return logits as in training, and update the running statistics in ``params`` in place."""
+        """Return the logits in training mode, and update the running statistics in ``params`` in place."""
 
     def distances_of(self, params: Params, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits, and the distance of the records' statistics from the running statistics, shape ()."""
+        """Return the logits, and the distance between the records' statistics and the running statistics, shape ()."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Everything that the server needs for its own training after a round, except the models.
+    """All that the server needs for its own training after a round, except the models.
 
     ``logits_of``: a function that computes the model's logits. ``dataset``: the experiment's data set, for shapes and
     public constants; its records are not used. ``public``: unlabelled records for the server, if any. ``device``: the
@@ -65,8 +65,8 @@ class Lesson:
 class Taught:
     """The result of the server's training: the model after the round, and the weights of clients in the ensemble.
 
-    ``params``: the model, with its running statistics if it has them. ``weights``: one weight for each client; empty
-    for equal weights.
+    ``params``: the parameters of the model and, if any, its running statistics. ``weights``: one weight for each
+    client; empty for equal weights.
     """
 
     params: Params
@@ -83,17 +83,17 @@ class SeesModels(Averaging):
     """True if the method supports models with BatchNorm layers, each with its client's running statistics."""
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that do not fit, such as an aggregator that hides single models."""
-        seen, reason = f"algorithm {self.kind} looks at the model of each client", ""
+        """Raise ValueError for unsupported settings, such as an aggregator that hides single models."""
+        seen, reason = f"algorithm {self.kind} needs the model of each client", ""
         if hides_clients(experiment.aggregator):
-            reason = f"aggregator {kind_of(experiment.aggregator)} hides these models: take aggregator=mean"
+            reason = f"aggregator {kind_of(experiment.aggregator)} hides these models: set aggregator=mean"
         elif path_in(type(experiment.server), "procedure"):
             reason = f"with server={kind_of(experiment.server)} clients begin from different models: leave server out"
         elif experiment.local.batch_norm not in (("none", "average") if self.keeps_statistics else ("none",)):
             reason = (
-                "its models need running statistics that the server averages: take local.batch_norm=average"
+                "its models need running statistics that the server averages: set local.batch_norm=average"
                 if self.keeps_statistics
-                else "its ensemble has no running statistics: leave local.batch_norm out"
+                else "its ensemble uses no running statistics: leave local.batch_norm out"
             )
         elif not is_none(experiment.local.privacy):
             reason = "no privacy statement covers both: leave local.privacy out"
@@ -107,19 +107,19 @@ class SeesModels(Averaging):
         return ensemble_logits(models, records, logits_of, weights)
 
     def mean_only(self) -> str:
-        """Return the reason why robust aggregators do not fit."""
+        """Return the reason why this method cannot use robust aggregators."""
         return "its server keeps all models of the round, also those that a robust aggregator leaves out"
 
 
 class OnEnsemble(SeesModels):
-    """Base class of methods whose server learns from the models of all clients of a round."""
+    """Base class of methods whose server trains on the models of all clients of a round."""
 
     stage: ClassVar[str] = "fl_sim.stages.distillation:EnsembleDistillation"
 
     @property
     @abstractmethod
     def learns(self) -> bool:
-        """Return True if the server learns after a round. Otherwise the method is exactly FedAvg."""
+        """Return True if the server trains after a round. Otherwise the method is exactly FedAvg."""
 
     @abstractmethod
     def taught(self, student: Params, models: Sequence[Params], lesson: Lesson) -> Taught:
@@ -135,7 +135,7 @@ class OnEnsemble(SeesModels):
 
     @property
     def uses_pool(self) -> bool:
-        """Return True if the server learns from the run's synthetic records."""
+        """Return True if the server trains on the run's synthetic records."""
         return self.public_records == POOL
 
     def further_data(self) -> str:
@@ -148,7 +148,7 @@ class OnEnsemble(SeesModels):
         check_proxy(self, self.public_records, experiment)
         if self.uses_pool and not isinstance(experiment.preprocess, Supplying):
             raise ValueError(
-                f"algorithm {self.kind}: algorithm.proxy=pool needs a pool of synthetic records, and this run makes "
+                f"algorithm {self.kind}: algorithm.proxy=pool needs a pool of synthetic records, but this run makes "
                 "none: take preprocess=da-fl, or a data set as proxy"
             )
 
@@ -158,8 +158,8 @@ def ensemble_logits(
 ) -> torch.Tensor:
     """Return the mean of the models' logits, (n, classes).
 
-    If all models are equal, the mean is exactly the logits of one model. ``weights``: if given, the weights of the
-    models in the mean; they need not sum to 1.
+    If all models are equal, the mean is exactly the logits of one model. ``weights``: the weights of the models in the
+    mean, if given; their sum need not be 1.
     """
     logits = [logits_of(model, records) for model in models]
     stacked = torch.stack([one.double() for one in logits])

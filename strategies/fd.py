@@ -15,47 +15,47 @@ from strategies.class_means import KeepsModels, RoundPayloads
 
 
 class FD(KeepsModels):
-    """Adds ``gamma`` times a distance to the loss: the distance of a record's logits to the mean logits of its class.
+    """Adds ``gamma`` times a distance to the loss: between a record's logits and the mean logits of the record's class.
 
     After its local steps, a client sends its mean logits over its records of each class that it has. A client's target
-    for a class is the mean, with equal weights, of the other clients' mean logits of this class. They come from the
-    last round in which any client of the cohort had the class. If no other client had it then, the class adds nothing
-    to the loss. Each client trains its own model from the run's initial model, in the rounds in which it takes part. No
-    parameter is sent.
+    for a class is the mean, with equal weights, of the other clients' mean logits of this class, from the last round in
+    which any client of the cohort had this class. If no other client had this class in that round, the class adds
+    nothing to the loss. Each client trains its own model, which starts as the run's initial model, in the rounds in
+    which it takes part. No parameter is sent.
 
     ``gamma``: the weight of the distance; 0 is local-only. ``distance``: "kl" is KL(softmax(target) ||
-    softmax(logits)), which has the gradient of the paper's cross-entropy; "l2" is the mean over classes of squared
-    differences of logits. In the paper, a client averages the logits of all local steps, instead of the logits after
-    the last step.
+    softmax(logits)), with the same gradient as the cross-entropy of Jeong et al. 2018; "l2" is the mean over classes of
+    squared differences of logits. In Jeong et al. 2018, a client averages the logits of all local steps; here it
+    averages the logits after the last step.
     """
 
     kind: Literal["fd"] = "fd"
     title: ClassVar[str] = "FD"
     layer: ClassVar[str] = "strategies.other_logits:OtherLogits"
     payload: ClassVar[str] = "mean logits"
-    knobs: ClassVar[str] = "algorithm.gamma weighs distances without an upper bound: set a smaller one"
+    knobs: ClassVar[str] = "algorithm.gamma is the weight of a distance without an upper bound: set a smaller value"
     gamma: float = Field(1.0, ge=0)
     distance: Literal["kl", "l2"] = "kl"
 
     def mean_only(self) -> str:
-        """Return the reason why robust aggregators do not fit."""
+        """Return the reason why this method cannot use robust aggregators."""
         return "clients receive the mean logits of all others, also of those that a robust aggregator leaves out"
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return one sentence for each setting that has no effect in this experiment."""
         if not self.gamma:
-            return [off("algorithm.gamma=0", "own models are those of local-only")]
-        first = "rounds=1, and there are no logits of others in the first round"
+            return [off("algorithm.gamma=0", "each client's own model is that of algorithm local-only")]
+        first = "rounds=1, and in the first round there are no logits of other clients"
         return [off(f"algorithm.gamma={self.gamma:g}", first)] if experiment.rounds == 1 else []
 
     def note(self) -> str:
-        """Return the note for tables. It names the tensors that clients send."""
+        """Return the note for tables, with the tensors that clients send."""
         return "FD: clients send only their mean logits of each class that they hold."
 
     def init_for(self, params: Params, model: Params) -> ServerState:
         """Return the server state before round 1. It contains no mean logits yet.
 
-        ``params``: the parameters of ``model`` that clients send.
+        ``params``: the initial values of the parameters that clients send. ``model``: the whole initial model.
         """
         classes, _ = head_shape(model)
         return ServerState(params, {"others": {"logits": torch.zeros(classes, classes), "known": torch.zeros(classes)}})
@@ -90,9 +90,9 @@ class FD(KeepsModels):
         return ClientUpdate(payloads, update.num_examples, update.loss)
 
     def learned(self, server: ServerState, rows: RoundPayloads) -> ServerState:
-        """Return the server state with the round's logits in its memory, where row i belongs to client i.
+        """Return the server state with the round's mean logits in its memory. Row i belongs to client i.
 
-        If no client of the round has a class, the class keeps its logits of earlier rounds.
+        If no client of the round has a class, the logits of earlier rounds remain for this class.
         """
         memory, new = server.memory["logits"], rows.payloads["logits"]
         means, held = memory["means"].clone(), memory["held"].clone()

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from clients.private_moments import Protection
 
 MOST_BYTES: Final = 2**28
-"""The largest size of a client's sums, in bytes: half of the largest message on Flower's runtime."""
+"""The largest size of a client's sums, in bytes: half the size of the largest message on Flower's runtime."""
 
 
 class SumsOfFeatures(Settings):
@@ -29,7 +29,7 @@ class SumsOfFeatures(Settings):
 
     @property
     def is_private(self) -> bool:
-        """Return True if clients send their sums with noise, that is under differential privacy."""
+        """Return True if clients send their sums with noise, under differential privacy."""
         return self.epsilon is not None
 
     @property

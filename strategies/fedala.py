@@ -1,4 +1,4 @@
-"""FedALA: a client starts a round at a mixture of its own and the global model (Zhang et al. 2023, algorithm 1)."""
+"""FedALA: a client starts at a mixture of its own model and the global model (Zhang et al. 2023, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _OWN, _WEIGHTS, _ROUNDS, _RECEIVED = "own-model", "weights", "rounds", "received"
 
 _MOST_PASSES = 100
-"""The largest number of passes until the weights converge. The released code has no limit, so it may never end."""
+"""The largest number of passes until the weights converge. The released code has no limit, so it might never end."""
 
 _WINDOW = 10
 """Number of passes that decide on convergence, as in the released code: the weights have converged if the losses of
@@ -38,17 +38,17 @@ class FedALA(Averaging):
     x is the received global model. Only the last layers start at the mixture; all other layers start at x. W has a
     number for each parameter of the last layers, and begins at 1. Before local training, the client trains W on a
     random part of its records. Each step is W <- W - eta (x - v) G, cut to [0, 1], where G is the gradient of the loss
-    at the mixture. In its second round the client passes over these records until the mean loss of a pass converges, in
-    later rounds once. Local training starts at the resulting mixture. The mixture is also evaluated as the client's own
-    model.
+    at the mixture. In the client's second round, W is trained for several passes over these records, until the mean
+    loss of a pass converges. In later rounds, W is trained for one pass. Local training starts at the resulting
+    mixture. The mixture is also evaluated as the client's own model.
 
-    ``weight_learning_rate``: the learning rate eta of W, 1 in the paper; 0 is FedAvg. ``layers``: the number of last
-    layers that start at the mixture, 1 in the paper. ``record_share``: the share of the client's records on which W is
-    trained, 0.8 in the paper. ``threshold``: the loss has converged if the standard deviation of its last 10 values is
-    below this value (0.1 in the released code).
+    ``weight_learning_rate``: the learning rate eta of W, 1 in Zhang et al. 2023; 0 is FedAvg. ``layers``: the number of
+    last layers that start at the mixture, 1 in the paper. ``record_share``: the share of the client's records on which
+    W is trained, 0.8 in the paper. ``threshold``: the loss has converged if the standard deviation of its last 10
+    values is below this value (0.1 in the released code).
 
-    In the released code the number of last layers counts tensors, and the loss of a pass is the loss of its last batch.
-    There a client that joins late mixes x with the initial model in its first round; here it starts at x.
+    The released code differs: ``layers`` is a number of tensors, the loss of a pass is the loss of the last batch, and
+    a client that joins late mixes x with the initial model in its first round. Here this client starts at x.
     """
 
     kind: Literal["fedala"] = "fedala"
@@ -62,7 +62,7 @@ class FedALA(Averaging):
         """Return one sentence for each setting that has no effect in this experiment."""
         if not self.weight_learning_rate:
             return [off("algorithm.weight_learning_rate=0", FEDAVG)]
-        first = "rounds=1, and a client's first round has no model of its own to start from"
+        first = "rounds=1, and in its first round a client has no own model yet"
         return [off("algorithm fedala", first)] if experiment.rounds == 1 else []
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
@@ -80,7 +80,7 @@ class FedALA(Averaging):
     def start_steps(self, num_examples: int, batch_size: int, starts: float) -> float:
         """Return the number of steps of W in the first ``starts`` rounds of a client: none in the first round.
 
-        The second round is counted with the smallest number of passes until convergence, later rounds with one pass.
+        For the second round, the result assumes the smallest number of passes until convergence; for later rounds, one.
         """
         later = max(0.0, starts - 1) * bool(self.weight_learning_rate)
         return (later + _WINDOW * min(1.0, later)) * math.ceil(math.ceil(self.record_share * num_examples) / batch_size)
@@ -90,7 +90,7 @@ class FedALA(Averaging):
         return step_of(self._mixed(params))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update y_i - x. The client state has y_i's last layers, the mixing weights W and a round count."""
+        """Return the update y_i - x. The client state has y_i's last layers, W and the number of rounds."""
         delta = subtract(trained.params, task.state.get(_RECEIVED, task.params))
         own = {name: trained.params[name] for name in self._mixed(task.params)}
         weights = task.state.get(_WEIGHTS, {name: torch.ones_like(value) for name, value in own.items()})

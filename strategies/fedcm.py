@@ -56,10 +56,10 @@ class FedCM(ClientMomentum):
     """Local steps use alpha g + (1 - alpha) D with D = -(last round's mean of y_i - x) / (eta K). Equal weights.
 
     g is the gradient of a local step, x the received model, and y_i the trained model of client i. eta is the learning
-    rate, and K a client's number of local steps. The K steps of a client together contain (1 - alpha) of the last mean
-    update. ``alpha`` 1 is FedAvg with equal weights. fl-sim computes eta K for each client and round, as the distance
-    that the client's steps move with constant gradient 1. The released code takes the first client's K and the last
-    round's learning rate.
+    rate, and K a client's number of local steps. Together, the K steps of a client move the model by (1 - alpha) times
+    the last mean update. ``alpha`` 1 is FedAvg with equal weights. fl-sim computes eta K for each client and round, as
+    the distance that the client's steps would cover with a constant gradient of 1. The released code uses the first
+    client's K and the last round's learning rate.
     """
 
     kind: Literal["fedcm"] = "fedcm"

@@ -21,17 +21,17 @@ _BETAS, _EPSILON = (0.9, 0.999), 1e-8  # of Adam
 
 
 class FedDF(OnEnsemble):
-    """FedAvg; after each round, the mean model learns from the ensemble of the round's models (algorithm 1).
+    """FedAvg; after each round, the round's models are distilled into the mean model (Lin et al. 2020, algorithm 1).
 
     The student x starts from the mean model. Each step lowers KL(softmax(mean_k f_k(u)) || softmax(f_x(u))) over a
     batch of unlabelled records u, by Adam with a cosine schedule. f_k and f_x are the logits of client k's model and of
     the student.
 
     ``proxy``: the name of the data set with the public records u. Its labels are not used, and its inputs must have the
-    shape of the clients' inputs. "pool" takes the synthetic records of the run's preprocess stage, such as DA-FL's.
-    "none" is FedAvg, bit for bit. ``steps``: the number of steps after each round. (The paper takes up to 10,000, and
-    stops after 1,000 steps without a gain on validation records. There is no such stop here.) ``distillation_rate``:
-    the learning rate of Adam. ``distillation_batch``: the number of records in a step.
+    shape of the clients' inputs. "pool" uses the synthetic records of the run's preprocess stage, such as DA-FL's. With
+    "none" the run is bit-identical to FedAvg. ``steps``: the number of steps after each round. (The paper uses up to
+    10,000 steps, and stops after 1,000 steps without a gain on validation records. This class does not stop early.)
+    ``distillation_rate``: the learning rate of Adam. ``distillation_batch``: the number of records in a step.
 
     An additional table has the accuracy of the ensemble itself: an upper bound that needs the models of all clients.
     """
@@ -64,7 +64,7 @@ class FedDF(OnEnsemble):
         return Taught(distilled(self, student, teacher, self._batches(lesson), lesson.logits_of))
 
     def teacher(self, models: Sequence[Params], records: torch.Tensor, logits_of: LogitsOf) -> torch.Tensor:
-        """Return the probabilities that the student learns, (n, classes): the softmax of the ensemble's logits."""
+        """Return the target probabilities for the student, (n, classes): the softmax of the ensemble's logits."""
         return ensemble_logits(models, records, logits_of).softmax(1)
 
     def _batches(self, lesson: Lesson) -> Iterator[torch.Tensor]:
@@ -76,7 +76,7 @@ class FedDF(OnEnsemble):
             yield proxy.normalised(proxy.inputs[torch.from_numpy(rows).to(proxy.inputs.device)])
 
     def note(self) -> str:
-        """Return the note below result tables: the amount of distillation."""
+        """Return the note below result tables: the number of distillation steps."""
         return f"FedDF: {self._told()}"
 
     def _told(self) -> str:
@@ -93,15 +93,16 @@ def distilled(
 ) -> Params:
     """Return the student after one step of Adam on each of the ``settings.steps`` batches (n, *input shape).
 
-    ``teacher``: a function from records to the probabilities that the student learns, (n, classes). If the student
-    already has exactly these probabilities, its parameters do not change.
+    ``teacher``: a function from records to the target probabilities for the student, (n, classes). If the student
+    already predicts exactly these probabilities, its parameters do not change.
     """
     weights = {name: value.detach().clone().requires_grad_() for name, value in student.items()}
     means, squares = scale(student, 0.0), scale(student, 0.0)
     for step, records in enumerate(batches, start=1):
         rate = settings.distillation_rate * (1 + math.cos(math.pi * (step - 1) / settings.steps)) / 2
         logits = logits_of(weights, records)
-        # If student and teacher agree, this gradient is exactly 0. Autograd's is not exactly 0, and Adam enlarges it.
+        # If student and teacher agree, this gradient is exactly 0. Autograd's gradient is not, and Adam would enlarge
+        # it.
         with torch.no_grad():
             slope = (logits.softmax(1) - teacher(records)) / len(records)
         gradients = torch.autograd.grad(logits, list(weights.values()), slope)

@@ -12,7 +12,7 @@ from strategies.algorithm import Averaging, Weighting, check_sgd
 
 
 class Dynamic(Averaging):
-    """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2. All clients have the same weight in means.
+    """Clients minimise F_i(w) - <g_i, w> + alpha/2 ||w - x||^2. Means over clients have equal weights.
 
     F_i is the loss of client i, w its model, and x the global model. g_i, the client state, approaches the gradient of
     F_i at the client's model. h, in the server state, is the mean of all clients' g_i.
@@ -69,8 +69,8 @@ class FedDyn(Dynamic):
     F_i is the loss of client i, w its model, and x the global model. g_i is part of the client state, and approaches
     the gradient of F_i at the client's model. ``alpha``: the strength of the regularisation; the paper tries 0.001,
     0.01 and 0.1. The released code divides alpha by the product of a client's share of the records and the number of
-    clients. It also clips gradients to norm 10 (``local.clip_norm``), and evaluates x and the mean of the clients'
-    models.
+    clients. The released code also clips gradients to norm 10 (``local.clip_norm``), and evaluates x and the mean of
+    the clients' models.
     """
 
     kind: Literal["feddyn"] = "feddyn"

@@ -16,11 +16,11 @@ class FedExP(Averaging):
 
     x is the global model, y_i the trained model of client i, and D_i = y_i - x its update. ``epsilon``: the constant
     that bounds eta_g; the released code has 0.001 on CIFAR-10 and CIFAR-100, and 0.1 on EMNIST. The released code also
-    weights clients by records and multiplies epsilon by the number of clients. There epsilon decays with the square of
-    the learning rate. ``average_two``: evaluate and save the mean of the last two models, as in the released code. (The
-    paper probably does the same; this was not checked.) After the first round, the model of that round is evaluated.
-    Clients always continue from the last model, not from the mean. If a run is interrupted, the last model is saved,
-    not the mean.
+    weights clients by records and multiplies epsilon by the number of clients. In the released code, epsilon also
+    decays with the square of the learning rate. ``average_two``: evaluate and save the mean of the last two models, as
+    in the released code. (The paper probably does the same; this was not checked.) After the first round, the model of
+    that round is evaluated. Clients always continue from the last model, not from the mean. If a run is interrupted,
+    the last model is saved, not the mean.
     """
 
     kind: Literal["fedexp"] = "fedexp"
@@ -64,7 +64,7 @@ class FedExP(Averaging):
         return server.memory["mean of two"] if self.average_two else server.params
 
     def init(self, params: Params) -> ServerState:
-        """Return the server state before round 1: the model ``params``, also as the mean of two, and 0 rounds."""
+        """Return the server state before round 1. The mean of the last two models is initially ``params``, too."""
         return ServerState(params, memory={"mean of two": scale(params, 1.0), "rounds": {"done": torch.zeros(1)}})
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:

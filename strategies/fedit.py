@@ -9,10 +9,10 @@ from strategies.low_rank import STARTS_WITH, check_adapters
 
 
 class FedIT(Averaging):
-    """FedAvg on the factors A and B of LoRA adapters, as any FedAvg-like method does with ``model.trainable=lora``.
+    """FedAvg on the factors A and B of LoRA adapters, like any FedAvg-like method with ``model.trainable=lora``.
 
     The mean of the factors is biased: the product of the means, mean(B_i) mean(A_i), is not the mean of the products
-    B_i A_i. The methods ``ffa-lora``, ``flora``, ``flexlora`` and ``rolora`` have less or none of this bias. Each round
+    B_i A_i. The methods ``ffa-lora``, ``flora``, ``flexlora`` and ``rolora`` reduce or remove this bias. Each round
     continues from the averaged factors, as in the paper.
     """
 

@@ -22,8 +22,8 @@ class FedLC(Averaging):
     n_c is the client's number of records of class c. ``tau``: the strength of the shift; the paper tries 0.01, 0.1, 0.5
     and 1; with 0, absent classes are still left out of the softmax. The loss of a client with one class is 0, so with
     partition ``label-1`` clients learn nothing. ``exclude_true``: if true, a record's own class is left out of the
-    softmax's denominator, as probably in the paper's equation (not checked again). The released code that was checked
-    does not leave it out. Let f_c be the logit of class c, and y the record's own class. Without class y in the
+    softmax's denominator, as the paper's equation probably does (this was not verified). The released code keeps this
+    class in the denominator. Let f_c be the logit of class c, and y the record's own class. Without class y in the
     denominator, the loss is log(sum over all c except y of exp f_c) - f_y, which has no lower bound. The compiled C++
     trainer does not support this loss, so PyTorch computes it.
     """
@@ -49,7 +49,7 @@ class FedLC(Averaging):
             )
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Return the local objective (``LocalPlan``): logits are shifted, logits of absent classes to -infinity."""
+        """Return the local objective (``LocalPlan``): shifted logits, and very low logits for absent classes."""
         counts = torch.tensor(task.class_counts, dtype=torch.float32)
         shift = torch.where(counts > 0, -self.tau * counts.clamp(min=1) ** -0.25, -torch.inf)
         several = ((counts > 0).sum() > 1).float()

@@ -24,14 +24,14 @@ class FedMD(KeepsModels):
 
     Before each round except the first, every client i sends its logits f_i(u) on the public records u. The cohort
     receives their mean fbar(u). A client of the cohort first lowers |f_i(u) - fbar(u)|, averaged over public records
-    and classes, by plain SGD; the paper calls this step the digest. Then it trains as with local-only. No parameter is
-    sent. Clients without records skip the digest.
+    and classes, by plain SGD; the paper calls this step the digest. Then the client trains on its own records, as with
+    the algorithm ``local-only``. No parameter is sent. Clients without records skip the digest.
 
     ``proxy``: the name of the data set with the public records. Its labels are not used, and its inputs must have the
-    shape of the clients' inputs. "none" is local-only, bit for bit. ``public_records``: the number of public records,
-    drawn once for all rounds from the training records of ``proxy``. ``digest_epochs``, ``digest_rate`` and
-    ``digest_batch``: the epochs, learning rate and batch size of the digest. In the paper, clients first train on
-    labelled public records, and the public records are drawn anew in each round.
+    shape of the clients' inputs. With "none" the run is bit-identical to ``local-only``. ``public_records``: the number
+    of public records, drawn once for all rounds from the training records of ``proxy``. ``digest_epochs``,
+    ``digest_rate`` and ``digest_batch``: the epochs, learning rate and batch size of the digest. In the paper, clients
+    first train on labelled public records, and new public records are drawn for each round.
     """
 
     kind: Literal["fedmd"] = "fedmd"
@@ -52,7 +52,7 @@ class FedMD(KeepsModels):
     def remarks(self, experiment: Choices) -> list[str]:
         """Return remarks for the user: one sentence for each setting that has no effect."""
         if self.proxy == "none":
-            return [off("algorithm.proxy=none", "own models are those of local-only")]
+            return [off("algorithm.proxy=none", "each client's own model is that of algorithm local-only")]
         first = "rounds=1, and there are no logits of trained models in the first round"
         return [off("algorithm fedmd", first)] if experiment.rounds == 1 else []
 
@@ -108,5 +108,5 @@ class FedMD(KeepsModels):
         return trained
 
     def digest(self, batch: Batch) -> torch.Tensor:
-        """Return the digest's loss of each public record, (n,): mean absolute difference of own and mean logits."""
+        """Return the digest's loss of each public record, (n,): mean absolute difference from the mean logits."""
         return (batch.logits - batch.data["targets"]).abs().mean(-1)

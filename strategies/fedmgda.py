@@ -1,4 +1,4 @@
-"""FedMGDA+: a server step that lowers every client's loss, from normalised updates (Hu et al. 2022, algorithm 1)."""
+"""FedMGDA+: normalised updates are combined into a step that lowers every client's loss (Hu et al. 2022, alg. 1)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class FedMGDA(Averaging):
     epsilon 0 each lambda_i is p_i. All d_i have length 1, so that a client with a huge update has a limited effect.
 
     ``epsilon``: the largest difference of a weight lambda_i from the share p_i. ``server_learning_rate``: also the
-    largest possible length of a step, because the weighted mean of vectors of length 1 has at most length 1. The paper
-    lets it decay over the rounds. The defaults come from code of other authors.
+    largest possible length of a step, because the weighted mean of vectors of length 1 has at most length 1. In the
+    paper, this rate decays over the rounds. The default values come from an implementation by other authors.
     """
 
     kind: Literal["fedmgda"] = "fedmgda"
@@ -57,7 +57,7 @@ class FedMGDA(Averaging):
 
 
 def least_norm(products: NDArray[np.float64], shares: NDArray[np.float64], epsilon: float) -> NDArray[np.float64]:
-    """Return the weights lambda that minimise lambda' G lambda, where G is ``products``, of shape (n, n).
+    """Return the weights lambda that minimise lambda' G lambda, where ``products`` is the Gram matrix G, (n, n).
 
     Each weight is at least 0, and differs from its entry in ``shares`` by at most ``epsilon``. The weights sum to 1,
     like ``shares``. Each iteration chooses the two clients between which a shift of weight lowers the norm fastest, and

@@ -47,10 +47,10 @@ class FedMix(_Mixing):
     l is the cross-entropy, and f the model. (x, y) is a record of the client, (x_bar, y_bar) an average of records, and
     lam is ``mixing_weight``. The loss is a first-order approximation of NaiveMix's loss, expanded at (1-lam)x. Its
     error is of order lam^2. The last term has the factor lam, as in the paper's equation. The paper's algorithm has the
-    factor lam (1-lam), which is equally good: the difference is of order lam^2. (Equation and algorithm are cited from
-    memory, because the paper's text was not available.) Flower's baseline has lam (1-lam), and also divides by the
-    batch size, which is a mistake. Every client draws from the averages of all clients, including its own. It is not
-    known if the paper excludes a client's own averages.
+    factor lam (1-lam). Both factors are equally good, because they differ by lam^2. (Equation and algorithm are cited
+    from memory, because the paper's text was not available.) Flower's baseline has lam (1-lam), and by mistake also
+    divides by the batch size. Every client draws from the averages of all clients, including its own. It is not known
+    if the paper excludes a client's own averages.
 
     The paper tries lam in {0.05, 0.1, 0.2}. The last term has no lower bound: if each client holds one class, long
     training can diverge.

@@ -22,8 +22,8 @@ class FedNova(Averaging):
     y_i is the trained model of client i, n_i its number of records, and n the sum of n_i. x is the global model. a_i is
     the distance that client i's local steps would move with a constant gradient of 1, divided by the learning rate.
     ``tau_eff``: the factor of the server step; None means sum_i p_i a_i of the round, the paper's default. If it is a
-    number, the number is public and fixed, and clients do not send a_i. (The paper lets the server choose tau_eff,
-    section 4.2.)
+    number, the number is public and fixed, and clients do not send a_i. (In Wang et al. 2020, section 4.2, the server
+    may choose tau_eff.)
     """
 
     kind: Literal["fednova"] = "fednova"

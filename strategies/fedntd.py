@@ -22,7 +22,9 @@ class FedNTD(Averaging):
     beta: float = Field(1.0, ge=0)
     temperature: float = Field(1.0, gt=0)
     title: ClassVar[str] = "FedNTD"
-    knobs: ClassVar[str] = "distillation has the weight algorithm.beta * algorithm.temperature^2: set a smaller one"
+    knobs: ClassVar[str] = (
+        "distillation has the weight algorithm.beta * algorithm.temperature^2: set a smaller beta or temperature"
+    )
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return one sentence for each setting that has no effect in this experiment."""

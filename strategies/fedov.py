@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 
 class FedOV(FedDF):
-    """Models have a further class "unknown", for inputs unlike a client's own; the server lets the models vote.
+    """Models have a further class "unknown", for inputs unlike a client's records; the server lets the models vote.
 
-    Each local step lowers the sum of four mean cross-entropies over C + 1 classes: C known classes and "unknown"
-    (section 4). The first is computed on the batch with its true labels. The other three have the label "unknown". The
-    second is computed on the batch, but the softmax leaves each record's own class out. The third is computed on
-    outliers: images of the batch that are cut, pasted, turned, blurred or erased. The fourth is computed on these
-    outliers after ``adversarial_steps`` steps along the sign of the gradient, towards a known class. The vote for class
-    c is the sum of all models' softmax at c, without the column "unknown".
+    Each local step lowers the sum of four mean cross-entropies over C + 1 classes: C known classes and "unknown" (Diao
+    et al. 2023, section 4). The first is computed on the batch with its true labels. The other three have the label
+    "unknown". The second is computed on the batch, but the softmax leaves each record's true class out. The third is
+    computed on outliers: images of the batch that are cut, pasted, turned, blurred or erased. The fourth is computed on
+    these outliers after ``adversarial_steps`` steps along the sign of the gradient, towards a known class. The vote for
+    a known class is the sum of its softmax probabilities over all models.
 
     The accuracy of the vote is in a separate table: it is an upper bound that needs the models of all clients. The
-    method's own accuracy is that of one model, which never predicts "unknown". It is the mean model or, with ``proxy``,
-    the mean model after ``steps`` steps of FedDF towards the vote. The paper has one round (``rounds=1``), and
-    evaluates the vote.
+    method's main accuracy is the accuracy of one model, which never predicts "unknown". Without ``proxy`` this is the
+    mean model; with ``proxy``, the mean model after ``steps`` steps of FedDF towards the vote. The paper has one round
+    (``rounds=1``), and evaluates the vote.
 
     ``adversarial_rate``: the size of an adversarial step, in units of normalised inputs; the released code has .002 of
-    the pixel range. ``proxy``, ``steps``, ``distillation_rate``, ``distillation_batch``: as in ``feddf``. Deviations:
-    clients use SGD, not Adam; there is no loss on mixed features with the label "unknown" (weight .01 in the released
-    code).
+    the pixel range. ``proxy``, ``steps``, ``distillation_rate``, ``distillation_batch``: as in ``feddf``. Deviations
+    from the paper: clients use SGD, not Adam; there is no loss on mixed features with the label "unknown" (weight .01
+    in the released code).
     """
 
     kind: Literal["fedov"] = "fedov"  # type: ignore[assignment]  # another kind than its base class
@@ -61,10 +61,10 @@ class FedOV(FedDF):
                 "algorithm fedov cannot run with evaluate.clients: clients' models may predict the class of unknown "
                 "inputs, which no test record has; leave evaluate.clients out"
             )
-        check_sgd(self, experiment, "its local steps are steps of SGD, each on outliers of its own")
+        check_sgd(self, experiment, "its local steps are steps of SGD, and each step uses new outliers")
 
     def check_data(self, dataset: Dataset, features: str) -> None:
-        """Raise UserError for records that are no images."""
+        """Raise UserError if the records are not images."""
         del features
         check_images(
             self, dataset, "makes outliers of images", "take another algorithm, such as fens, or leave features out"
@@ -73,7 +73,8 @@ class FedOV(FedDF):
     def remarks(self, experiment: Choices) -> list[str]:
         """Return a warning if there are no adversarial steps."""
         del experiment
-        return [] if self.adversarial_steps else [off("algorithm.adversarial_steps=0", "outliers stay as they are")]
+        why = "no adversarial steps change the outliers"
+        return [] if self.adversarial_steps else [off("algorithm.adversarial_steps=0", why)]
 
     def course(self, job: LocalJob) -> Course:
         """Return a generator that trains a client one step at a time; each step also uses outliers of its batch."""
@@ -105,7 +106,7 @@ class FedOV(FedDF):
         return votes.clamp(min=1e-300).log().log_softmax(1).to(records.dtype)
 
     def teacher(self, models: Sequence[Params], records: torch.Tensor, logits_of: LogitsOf) -> torch.Tensor:
-        """Return the probabilities that the student learns, (n, C + 1): the vote, and 0 for "unknown"."""
+        """Return the target probabilities for the student, (n, C + 1): the vote, and 0 for "unknown"."""
         return torch.nn.functional.pad(self.joint(models, records, logits_of).softmax(1), (0, 1))
 
     def reported(self, server: ServerState) -> Params:

@@ -19,17 +19,17 @@ class FedPFT(OneMessage):
     A record's feature is the input of the initial model's last layer. Client i fits a mixture of ``components``
     Gaussians to each of its classes c, by scikit-learn's expectation maximisation with default settings. It sends the
     parameters of the mixtures, and the numbers n_ic of records. The server draws n_ic features from each mixture
-    (algorithm 1), and trains the head on them by AdamW and cross-entropy. The head starts from the initial model's
-    head.
+    (Beitollahi et al. 2024, algorithm 1), and trains the head on these features by AdamW and cross-entropy. The head
+    starts from the initial model's head.
 
     ``components``: the number K of Gaussians; at most one for each record of the class. ``covariance``: "full", "diag"
     or "spherical". With K = 1, the Gaussian has the mean and the covariance of the class's features.
     ``added_variance``: scikit-learn's reg_covar, which is added to all variances. ``learning_rate``, ``epochs`` and
-    ``batch_size``: those of the head's training at the server. The defaults are those of the released code (Flower's
-    baseline ``fedpft``).
+    ``batch_size``: settings of the head's training at the server. The default values come from the released code
+    (Flower's baseline ``fedpft``).
 
-    Deviations from the released code: numbers are sent with 64 bits, not 16. Classes with K records or fewer are used,
-    too. The fit ends at scikit-learn's tolerance, 1e-3. Mixtures have no noise, so this method is not private. The
+    Deviations from the released code: numbers are sent with 64 bits, not 16. Classes with at most K records are also
+    used. The fit ends at scikit-learn's tolerance, 1e-3. Mixtures have no noise, so this method is not private. The
     paper's private variant has one noisy Gaussian for each class. To use it, set ``preprocess=da-fl`` and
     ``preprocess.generator=gaussian``, and train on the drawn vectors with ``algorithm=tstr``.
     """

@@ -20,17 +20,17 @@ from strategies.low_rank import head_shape
 class FedProto(Averaging):
     """Adds to the loss ``strength`` times the squared distance of a record's features to the class prototype (eq. 6).
 
-    z is the feature vector of a record: the input of the last layer, with d numbers. ``distance`` "mean" is ||z -
-    prototype||^2 / d, as in the released code; "sum" is ||z - prototype||^2, d times as strong. ``strength``: the
-    weight of the distance, the paper's lambda. The released code uses 1 on MNIST and FEMNIST, and 0.1 on CIFAR-10. 0 is
-    FedAvg.
+    The paper is Tan et al. 2022. z is the feature vector of a record: the input of the last layer, with d numbers.
+    ``distance`` "mean" is ||z - prototype||^2 / d, as in the released code; "sum" is ||z - prototype||^2, d times as
+    strong. ``strength``: the weight of the distance, the paper's lambda. The released code uses 1 on MNIST and FEMNIST,
+    and 0.1 on CIFAR-10. With 0 the method is FedAvg.
 
     A prototype is the mean of z over all records of a class. A class without records in a round keeps its old
-    prototype. This class differs from the original in three points. In the released code, all clients that have a class
-    have the same weight in its prototype; here, all records have the same weight. In the released code, clients compute
-    z in the last epoch of training; here, after training. In the paper, clients send only prototypes, and each client's
-    own model is evaluated (see ``fedproto-local``); here, clients also send their models, and the mean model is
-    evaluated.
+    prototype. This implementation differs from the original in three points. In the released code, all clients that
+    have a class have the same weight in its prototype; here, all records have the same weight. In the released code,
+    clients compute z in the last epoch of training; here, after training. In the paper, clients send only prototypes,
+    and each client's own model is evaluated (see ``fedproto-local``); here, clients also send their models, and the
+    mean model is evaluated.
     """
 
     kind: Literal["fedproto"] = "fedproto"

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class FedProtoLocal(FedProto):
     """Uses the loss and prototypes of ``fedproto``, but each client trains its own model, and no parameter is sent.
 
-    Clients train from the run's initial model, in the rounds in which they take part. ``strength``: 0 is local-only.
-    ``predict``: "head" predicts the class with the highest logit. "prototype" predicts the class whose prototype is
-    nearest to the features of the record; before the first prototypes are known, the head predicts. The released code
-    reports both. For "prototype" the released code uses only prototypes of classes that the client holds. All other
-    deviations from the released code are listed under ``fedproto``.
+    Clients train from the run's initial model, in the rounds in which they take part. ``strength``: as in ``fedproto``;
+    with 0 the method is ``local-only``. ``predict``: "head" predicts the class with the highest logit. "prototype"
+    predicts the class whose prototype is nearest to the features of the record; before the first prototypes are known,
+    the head predicts. The released code reports the accuracy of both rules. For "prototype" the released code uses only
+    the prototypes of the client's classes. All other deviations from the released code are listed under ``fedproto``.
     """
 
     kind: Literal["fedproto-local"] = "fedproto-local"  # type: ignore[assignment]  # another kind than its base class
@@ -35,7 +35,7 @@ class FedProtoLocal(FedProto):
     def remarks(self, experiment: Choices) -> list[str]:
         """Return remarks for the user: one sentence for each setting that has no effect."""
         if not self.strength:
-            return [off("algorithm.strength=0", "own models are those of local-only")]
+            return [off("algorithm.strength=0", "each client's own model is that of algorithm local-only")]
         return super().remarks(experiment)
 
     def sends(self, params: Params) -> Collection[str]:

@@ -14,7 +14,7 @@ class FedProx(Averaging):
     """Each client minimises F_i(w) + mu/2 ||w - x||^2, which adds mu (w - x) to its gradient.
 
     F_i is the loss of client i, w its model, and x the global model that it received. ``mu``: the strength of the
-    proximal term; the paper tries 0.001, 0.01, 0.1 and 1; 0 is FedAvg.
+    proximal term; the paper tries 0.001, 0.01, 0.1 and 1. With 0 the method is FedAvg.
     """
 
     kind: Literal["fedprox"] = "fedprox"

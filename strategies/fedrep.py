@@ -16,9 +16,9 @@ class FedRep(Averaging):
     """FedAvg on the body; in every round each client trains its own head first, then the body (algorithm 1).
 
     The head is the last linear layer, and the body all other layers. ``head_epochs``: passes over the client's records
-    with the body frozen, 10 in the paper. Then the head is frozen, and the body is trained for ``local.epochs`` epochs.
-    The paper takes 1 epoch for the body if each client has two classes, and 5 otherwise. In the released code weight
-    decay does not apply to biases, and all clients train their heads in the last round.
+    with the body frozen, 10 in the paper (Collins et al. 2021). Then the head is frozen, and the body is trained for
+    ``local.epochs`` epochs. The paper takes 1 epoch for the body if each client has two classes, and 5 otherwise. In
+    the released code weight decay does not apply to biases, and all clients train their heads in the last round.
     """
 
     kind: Literal["fedrep"] = "fedrep"

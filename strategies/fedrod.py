@@ -37,11 +37,11 @@ class FedRoD(BalancedSoftmax):
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if the optimizer is not SGD, if ``local.personal`` is set, or if the head has an adapter."""
-        check_sgd(self, experiment, "both heads make steps of SGD side by side")
+        check_sgd(self, experiment, "each local step is an SGD step of both heads")
         if (personal := experiment.local.personal) != "none":
             raise ValueError(
                 f"algorithm fedrod cannot run with local.personal={personal}: it sends the body and the generic head, "
-                "and has a personal head of its own; leave local.personal out"
+                "and already has a personal head; leave local.personal out"
             )
         if {*experiment.model.trainable.split(",")} & {"lora", "head"} == {"lora"}:
             raise ValueError(

@@ -6,7 +6,7 @@ from strategies.heterofl import HeteroFL
 
 
 class FedRolex(HeteroFL):
-    """HeteroFL where, in round t (from 0), a small model takes each layer's channels from channel t mod K on.
+    """HeteroFL with a moving window: in round t (from 0), a small model starts at channel t mod K of each layer.
 
     K is the layer's number of channels; channel 0 follows channel K - 1. So over the rounds all parameters of the large
     model are trained. The settings are those of ``heterofl``.

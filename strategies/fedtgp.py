@@ -24,12 +24,12 @@ class FedTGP(FedProtoLocal):
     """``fedproto-local`` with other prototypes: the server trains them on the clients' mean features of each class.
 
     The prototype of class c is g(e_c). g is a network with one hidden ReLU layer, whose layers are as wide as the
-    feature vector. e_c is a trained vector. Let P be a client's mean features of its class y. The logit of class c for
-    P is -||P - prototype c||, and for c = y it is smaller by the margin. The loss is the mean cross-entropy over all P.
-    The server minimises it by ``server_steps`` steps of gradient descent with the learning rate ``server_rate``. The
-    margin is the largest distance between two classes' means of P, and at most 100 (section 3.3). Training of g and of
-    all e_c continues in every round. If no client of the round has a class, the class keeps its prototype. In the
-    released code, the server takes steps on batches of P.
+    feature vector. e_c is a trained vector. Let P be a client's mean features of a class y. The logit of class c for P
+    is -||P - prototype c||. For c = y the margin is subtracted, too. The loss is the mean cross-entropy over all P. The
+    server minimises it by ``server_steps`` steps of gradient descent with the learning rate ``server_rate``. The margin
+    is the largest distance between two classes' means of P, and at most 100 (Zhang et al. 2024, section 3.3). Training
+    of g and of all e_c continues in every round. If no client of the round has a class, the class keeps its prototype.
+    In the released code, the server takes steps on batches of P.
     """
 
     kind: Literal["fedtgp"] = "fedtgp"  # type: ignore[assignment]  # another kind than its base class

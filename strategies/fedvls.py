@@ -24,8 +24,8 @@ class FedVLS(Averaging):
 
     The third term and its weight follow the released code. In the paper, e_c is 0 for a record of class c and exp(f_c)
     for any other record, and the weight is 1. That term has no lower bound, and training diverges. The paper's lambda
-    is 0.5 on CIFAR-100 and 0.1 otherwise. For an absent class the released code has log 1e-9 in place of log pi. It
-    evaluates models on training and test records together, so its MNIST figures are not test accuracies.
+    is 0.5 on CIFAR-100 and 0.1 otherwise. For an absent class the released code has log 1e-9 in place of log pi. The
+    released code evaluates models on training and test records together, so its MNIST figures are not test accuracies.
     """
 
     kind: Literal["fedvls"] = "fedvls"

@@ -20,12 +20,14 @@ class Fens(SeesModels):
     The combiner maps the logits of the m models of the last round to one vector of logits. The server sends these
     models once, and they are not trained further. A client computes their logits on records that it has held out of
     training (``evaluate.validation``, a tenth by default). Then the combiner is trained by FedAvg for
-    ``combiner_rounds`` rounds. Each client takes ``combiner_epochs`` epochs of SGD with ``combiner_rate`` on batches of
-    ``combiner_batch`` records. The weight of a client is its number of held-out records.
+    ``combiner_rounds`` rounds. Each client runs ``combiner_epochs`` epochs of SGD with the learning rate
+    ``combiner_rate`` on batches of ``combiner_batch`` records. The weight of a client is its number of held-out
+    records.
 
     ``combiner``: "weights" is a weighted sum of logits. It has one weight per model and class, initially 1/m, so with 0
-    rounds it is the mean of the logits. "network" is the paper's first choice, with one hidden layer of 2 m units. (The
-    released code trains this network for 500 rounds, with FedAdam at the server, and sends models as 8-bit numbers.)
+    combiner rounds the result is the mean of the logits. "network" is the paper's first choice, with one hidden layer
+    of 2 m units. (The released code trains this network for 500 rounds, with FedAdam at the server, and sends models as
+    8-bit numbers.)
 
     The final accuracy is that of the ensemble of all models with the combiner. Compare it with ensembles, not with one
     model. ``model.safetensors`` contains the mean model. ``ensemble-DIGEST.safetensors`` contains the models and the

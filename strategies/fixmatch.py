@@ -15,14 +15,14 @@ _Move: TypeAlias = "Callable[[torch.Tensor, torch.Generator], torch.Tensor]"
 
 
 class Augmentation(Settings):
-    """Random changes of images. Strong views use all of them; weak views use a quarter of each, and erase nothing.
+    """Random changes of images. Strong views use full ranges; weak views use a quarter of each, and erase nothing.
 
     Each image is changed by random amounts. ``rotation``: the largest rotation, in degrees. ``scale``: the largest
-    change of size, as a share. ``shear``: the largest shear, as a share. ``shift``: the largest shift, as a share of
-    half the image's width. ``elastic``: the standard deviation of a smooth random displacement (Simard et al. 2003), as
-    a share of half the image's width. ``erase``: the longest side of the erased square, as a share of the image's
-    width. ``flip``: if true, each image is mirrored with probability 1/2; not for digits. The defaults suit digits and
-    other small images whose orientation has a meaning.
+    change of size, as a share of the size. ``shear``: the largest shear factor. ``shift``: the largest shift, as a
+    share of half the image's width. ``elastic``: the standard deviation of a smooth random displacement (Simard et al.
+    2003), as a share of half the image's width. ``erase``: the longest side of the erased square, as a share of the
+    image's width. ``flip``: if true, each image is mirrored with probability 1/2; leave it false for digits. The
+    defaults suit digits and other small images whose orientation has a meaning.
     """
 
     rotation: float = Field(25.0, ge=0, le=180)
@@ -61,7 +61,7 @@ class Augmentation(Settings):
 
 
 def view(move: _Move, records: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return ``records``, if they are images, changed by the function ``move``, such as a rotation; else unchanged."""
+    """Return ``records`` changed by the function ``move``, such as a rotation. Only images are changed."""
     return move(records, generator) if records.ndim == 4 else records
 
 

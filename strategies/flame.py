@@ -19,10 +19,10 @@ class Flame(Robust):
     """The mean of the updates in the largest cluster, with noise. Updates are scaled down to at most the median norm.
 
     HDBSCAN clusters the n updates by their cosine distances. A cluster must have more than n / 2 updates, so there is
-    at most one. If there is no cluster, all updates are taken. The median norm is that of all n updates. ``noise``: the
-    paper's lambda. Every coordinate of the mean gets normal noise. Its standard deviation is ``noise`` times the median
-    norm. The paper takes 0.001 for images. There is no privacy guarantee: the noise comes from the run's seed, and its
-    standard deviation depends on the updates. More than half of the clients must be honest.
+    at most one. If there is no cluster, the mean is over all updates. The median norm is that of all n updates.
+    ``noise``: the paper's lambda. Every coordinate of the mean gets normal noise. Its standard deviation is ``noise``
+    times the median norm. The paper uses 0.001 for images. There is no privacy guarantee: the noise comes from the
+    run's seed, and its standard deviation depends on the updates. More than half of the clients must be honest.
     """
 
     kind: Literal["flame"] = "flame"
@@ -56,7 +56,7 @@ def _in_cluster(distances: NDArray[np.float64]) -> NDArray[np.bool_]:
         return np.ones(count, dtype=bool)
     from sklearn.cluster import HDBSCAN  # noqa: PLC0415 (a second to import)
 
-    # 2 is the paper's min_samples 1: scikit-learn also counts the point itself
+    # min_samples 1 in the paper is 2 here, because scikit-learn also counts the point itself
     clusters = HDBSCAN(
         min_cluster_size=count // 2 + 1, min_samples=2, metric="precomputed", allow_single_cluster=True, copy=True
     )

@@ -29,8 +29,8 @@ class FlexLoRA(Averaging):
     ``ranks``: the ranks of clients' adapters; by default all clients have ``model.rank``. With n ranks, each block of n
     consecutive client IDs gets every rank once, in a random order that is the same in every run. The server keeps
     factors of rank r. A client of rank k receives, trains and sends the first k columns of B and rows of A, which give
-    the best approximation of rank k. It multiplies B A by the server's LoRA factor alpha / r, so that all products B_i
-    A_i have the same scale. A client's rank is public.
+    the best approximation of rank k. The client multiplies B A by the server's LoRA factor alpha / r, so that all
+    products B_i A_i have the same scale. A client's rank is public.
     """
 
     kind: Literal["flexlora"] = "flexlora"
@@ -41,7 +41,7 @@ class FlexLoRA(Averaging):
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if no adapters are trained, or if noise or compression would change the factors A and B.
 
-        With ``ranks``, also raise ValueError for settings that need updates of one shape.
+        With ``ranks``, also raise ValueError for settings that need updates of equal shapes.
         """
         check_products(self, experiment)
         if self.ranks:

@@ -31,7 +31,7 @@ class FLoRA(Averaging):
         check_products(self, experiment)
 
     def trains(self, trained: Collection[str], frozen: Collection[str]) -> Collection[str]:
-        """Return the names in ``trained`` and, for each adapter, the names of W and the scale, which the server needs.
+        """Return the names in ``trained``, and each adapter's names of W and of the scale: the server needs these, too.
 
         Raises ValueError if the model has no adapters, or an adapter without W or scale.
         """
@@ -78,8 +78,8 @@ def check_products(algorithm: object, experiment: Choices) -> None:
     kind = kind_of(algorithm)
     if hides_clients(experiment.aggregator):
         raise ValueError(
-            f"algorithm {kind} adds products of two factors, whose noise would be on all entries of W: take ffa-lora "
-            "with aggregator global-dp"
+            f"algorithm {kind} averages products of two factors, each as large as W, so noise would be added to as "
+            "many numbers as W has: take ffa-lora with aggregator global-dp"
         )
     if not is_none(experiment.compress):
         raise ValueError(f"algorithm {kind} multiplies the factors that clients send: leave compress out")

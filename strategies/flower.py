@@ -124,8 +124,8 @@ class FederatedStrategy(Strategy):
         """Check every reply, aggregate the updates in the order of clients, and let the algorithm merge the aggregate.
 
         Raises RunError, which names client and round, if a client failed, did not answer or sent an invalid update.
-        Under Global DP such a client counts as a zero vector, and RunError is raised only if no client sends a valid
-        update.
+        Under Global DP zeros replace the update of such a client, and RunError is raised only if no client sends a
+        valid update.
         """
         if self._sent is not None:  # clients in this process share the server's tensors, and must not change them
             self._sent.check_bits(self.algorithm.plan, self.algorithm.finish)
@@ -141,7 +141,7 @@ class FederatedStrategy(Strategy):
             server = self.layer.merge(self.algorithm, self.server, aggregate)
             check_finite({"params": server.params, "layers": server.layers}, server_round)
             self.server = server
-        if self.layer.hides_clients:  # private: only the noised mean may depend on cohort size or losses
+        if self.layer.hides_clients:  # private run: only the noised mean may depend on cohort size or losses
             return arrays.array_record(self.server.model), None
         metrics = MetricRecord({"cohort": len(answers)})
         if (loss := mean_loss(answers)) is not None:
@@ -265,14 +265,14 @@ class FederatedStrategy(Strategy):
 
     @property
     def num_members(self) -> int:
-        """Return the number of clients that may take part in rounds; clients held out of training may not."""
+        """Return the number of clients that may take part in rounds, without clients that are held out of training."""
         return self.num_clients if self.members is None else len(self.members)
 
     def num_holders(self, answers: Sequence[Reply]) -> int | None:
         """Return the number of clients that hold records, or None if all clients hold records.
 
-        ``answers``: the updates of a round. A client that was not counted so far is counted from its first update that
-        comes from at least one record.
+        ``answers``: the updates of a round. A client without known records is counted as soon as it sends an update
+        from at least one record.
         """
         if self.holders is None:
             return None

@@ -19,7 +19,7 @@ def _count_or_name(value: Any) -> int | str:
         return int(text)
     if text in {"", "none"} or not any(map(str.isalpha, text)):
         raise ValueError(
-            "the server needs records of its own: give the number of training records that no client holds, such as "
+            "the server needs its own records: give the number of training records that no client holds, such as "
             "100, or the name of another data set"
         )
     return text
@@ -34,9 +34,9 @@ class FLTrust(Robust):
     influence. If g0 is 0, or if all weights are 0, the aggregate is 0, and the model does not change. No privacy
     guarantee.
 
-    ``records``: the number of training records of the server (the paper has 100). They are drawn with the run's seed,
-    and removed from the clients' shards after the partition. If ``records`` is the name of another data set, the server
-    uses the training records of that data set. The server never uses test records.
+    ``records``: the number of training records of the server (the paper has 100). These records are drawn with the
+    run's seed, and removed from the clients' shards after the partition. If ``records`` is the name of another data
+    set, the server uses the training records of that data set. The server never uses test records.
     """
 
     kind: Literal["fltrust"] = "fltrust"

@@ -17,9 +17,10 @@ class FoolsGold(Robust):
 
     A client's history h_i is the sum of its updates, including this round's. c_i is the largest cosine between h_i and
     the history of another client of the round, at least 0. The cosine of h_i and h_j is multiplied by c_i / c_j if c_j
-    > c_i (the paper calls this pardoning). v_i is the largest of i's cosines after this step. The weight is kappa (ln(a
-    / (1 - a)) + 0.5), clipped to [0, 1], with a = (1 - v_i) / max of all (1 - v_j). If all weights are 0, all clients
-    have the same weight. The checkpoint contains the histories. Each history takes as much memory as a model.
+    > c_i (the paper calls this pardoning). v_i is the largest cosine of h_i and another history after this step. The
+    weight is kappa (ln(a / (1 - a)) + 0.5), clipped to [0, 1], with a = (1 - v_i) / max of all (1 - v_j). If all
+    weights are 0, all clients have the same weight. The checkpoint contains the histories. Each history takes as much
+    memory as a model.
 
     The rule assumes that honest clients have different data, and that several hostile clients send similar updates. It
     does not bound the norm of an update, so a single hostile client can change the result without limit. On IID data

@@ -115,12 +115,12 @@ class Album:
 
 
 class OnMadeImages(OnEnsemble):
-    """Base class of methods whose server generates images, on which a student model learns from an ensemble.
+    """Base class of methods whose server generates images, and with them distils an ensemble into a student model.
 
-    ``epochs``: the number of epochs; 0 is FedAvg. In each epoch the server trains a new generator, makes new images and
-    distils the ensemble into the student. ``images``: the number of new images in an epoch. ``generator_steps``,
-    ``generator_rate``: steps and learning rate of each generator. ``channels``: the number of input channels of a
-    generator's last layer.
+    ``epochs``: the number of epochs; with 0 the method is FedAvg. In each epoch the server trains a new generator,
+    makes new images and distils the ensemble into the student. ``images``: the number of new images in an epoch.
+    ``generator_steps``, ``generator_rate``: steps and learning rate of each generator. ``channels``: the number of
+    input channels of a generator's last layer.
     """
 
     epochs: int = Field(0, ge=0, le=10**5)
@@ -150,7 +150,7 @@ class OnMadeImages(OnEnsemble):
 
     def note(self) -> str:
         """Return the note below result tables. It states how many images the server generated."""
-        made = f"{self.epochs} epochs of {self.images} made images, the last epoch's model"
+        made = f"{self.epochs} epochs of {self.images} generated images; the result is the last epoch's model"
         return f"{type(self).title}: {made if self.learns else 'no distillation'}; {UPPER_BOUND}."
 
 

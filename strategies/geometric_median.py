@@ -18,9 +18,9 @@ class GeometricMedian(Robust):
     """The point with the least sum of distances to the updates, by the smoothed Weiszfeld algorithm.
 
     The iterations start from the coordinate-wise median. The paper starts from the mean. Ten iterations from the mean
-    are not enough if hostile updates are large. With two hostile clients of nine, and updates of 1e8, the result then
-    still moves by 14. Every client has the same weight, because the server cannot verify a client's number of records
-    (the paper weights clients by records). No privacy guarantee.
+    are not enough if hostile updates are large. For example, with two hostile clients of nine and hostile updates of
+    1e8, the result still moves by 14 after ten iterations. Every client has the same weight, because the server cannot
+    verify a client's number of records (the paper weights clients by records). No privacy guarantee.
 
     ``iterations``: the number of iterations. ``smoothing``: the paper's nu, the least number that the algorithm divides
     by, so no division by 0 occurs.
@@ -36,7 +36,7 @@ class GeometricMedian(Robust):
         del cohort, weighting
         start = median(rows).double()
         points = rows - start
-        products = points @ points.T  # distances follow from them, so an iteration reads n x n numbers, not n x d
+        products = points @ points.T  # distances come from products, so an iteration reads n x n numbers, not n x d
         shares = torch.zeros(len(rows), dtype=torch.float64)  # the iterate is start + shares @ points
         for _ in range(self.iterations):
             squares = products.diagonal() - 2 * products @ shares + shares @ products @ shares
@@ -52,8 +52,8 @@ class GeometricMedian(Robust):
         """
         del cohort
         far = (rows.double() - rows.double().mean(dim=0)).norm(dim=1).max()
-        # Updates and starting point are at most ``far`` from the mean, so their distances are at most 2 ``far``. If
-        # that is at most ``smoothing``, all weights are 1 / ``smoothing``, and the result is the mean.
+        # Updates and starting point are at most ``far`` from the mean, so any two of these points are at most 2 ``far``
+        # apart. If 2 ``far`` is at most ``smoothing``, all weights are 1 / ``smoothing``, and the result is the mean.
         if len(rows) > 2 and 2 * float(far) > self.smoothing:
             return ""
         if len(rows) <= 2:

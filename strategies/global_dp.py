@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from dp_accounting import dp_event
 
 COVERS: Final = (
-    "Everything the clients sent, in all rounds together, as it reached the global model: whoever sees every global "
-    "model of this run learns little more about any one client's whole data than if it had not been there."
+    "All global models of this run together: an observer of every global model learns little more about one client's "
+    "data than if this client had not taken part."
 )
 DOES_NOT_COVER: Final = (
-    "The server itself, which sees each client's update before clipping and noise, and the network in between. Choices "
-    "made by looking at private data: hyper-parameters tuned on it, the best of several runs. What many clients have "
-    "in common, which is what the model is meant to learn."
+    "The server itself, which sees each client's update before clipping and noise, and the network between clients "
+    "and server. Choices made by looking at private data: hyper-parameters tuned on it, the best of several runs. "
+    "Patterns that many clients share: the model is meant to learn them."
 )
 
 
@@ -65,7 +65,8 @@ class AdaptiveClipping(Settings):
 
     ``target_quantile``: the share of updates that is not clipped. ``learning_rate``: learning rate of the geometric
     update of the clipping norm. ``count_noise``: sigma_b, the standard deviation of the noise on the count, below 2^20.
-    None means a twentieth of the expected cohort size, as in the paper, or the noise multiplier if that is larger.
+    None means a twentieth of the expected cohort size, as in the paper, or the noise multiplier if the multiplier is
+    larger.
     """
 
     target_quantile: float = Field(0.5, gt=0, lt=1)
@@ -112,18 +113,19 @@ class GlobalDP(Settings):
     """Client-level differential privacy (Global DP) for any algorithm whose clients send tensors.
 
     ``noise_multiplier``: z, the standard deviation of the noise on the sum, divided by the clipping norm. With adaptive
-    clipping a noisy count is published, too. The updates then get more noise, so that both together have the privacy
-    cost of z. With 0, updates are only clipped, and nothing is guaranteed. With "from-epsilon" the run uses the least z
-    with which all rounds together cost no more than the budget. ``clipping_norm``: S, the bound on the norm of
-    everything that a client sends, as one vector (with adaptive clipping, the bound in the first round). ``epsilon``:
-    the budget at ``delta``: training stops before the round that would exceed this budget. If all rounds cost less, a
-    part of the budget stays unused. None sets no limit. ``delta``: the delta of the guarantee. ``accountant``: the
-    method that computes the epsilon spent. ``noise``: the source of the noise. With "secret" the noise comes from a
-    fresh key of the operating system, so no two runs have the same noise. With "seeded" the noise is repeatable. Then
-    the guarantee holds for the method, but not for this run. ``noise_bands``: the number of rounds over which the noise
-    is correlated, so that less noise stays in the model; 1 for independent noise. It needs ``sampler=cyclic`` with at
-    least as many groups. In a resumed run the correlation starts again. ``adaptive_clipping``: a table of settings that
-    adapt the clipping norm to the updates. Without it the norm is fixed.
+    clipping a noisy count is published, too. The updates then get more noise, so that updates and count together have
+    the privacy cost of z. With 0, updates are only clipped, and nothing is guaranteed. With "from-epsilon" the run uses
+    the least z with which all rounds together cost no more than the budget. ``clipping_norm``: S, the bound on the norm
+    of everything that a client sends, as one vector (with adaptive clipping, the bound in the first round).
+    ``epsilon``: the budget at ``delta``: training stops before the round that would exceed this budget. If all rounds
+    cost less, a part of the budget stays unused. None sets no limit. ``delta``: the delta of the guarantee.
+    ``accountant``: the method that computes the epsilon spent. ``noise``: the source of the noise. With "secret" the
+    noise comes from a fresh key of the operating system, so no two runs have the same noise. With "seeded" the noise is
+    repeatable. Then the guarantee holds for the method, but not for this run. ``noise_bands``: the number of rounds
+    over which the noise is correlated, so that less noise stays in the model; 1 for independent noise. Correlated noise
+    needs ``sampler=cyclic`` with at least as many groups. In a resumed run the correlation starts again.
+    ``adaptive_clipping``: a table of settings that adapt the clipping norm to the updates. Without it the norm is
+    fixed.
     """
 
     kind: Literal["global-dp"] = "global-dp"
@@ -146,7 +148,7 @@ class GlobalDP(Settings):
             update_noise_multiplier(self.noise_multiplier, self.noise_multiplier if chosen is None else chosen)
             if chosen is None and self.noise_multiplier >= MOST_COUNT_NOISE:
                 raise ValueError(
-                    f"adaptive clipping also takes noise_multiplier {self.noise_multiplier:g} as count_noise, which "
+                    f"adaptive clipping also uses noise_multiplier {self.noise_multiplier:g} as count_noise, which "
                     f"must be below {MOST_COUNT_NOISE:g}: set a smaller noise_multiplier"
                 )
         return self
@@ -311,7 +313,7 @@ class GlobalDP(Settings):
         assert cohort.expected_size > 0
         size = sum(num_parameters(params) for params in template.values())
         count_noise, std = self.count_noise(cohort.expected_size), self._std(cohort, clipping_norm)
-        # SENSITIVE: the two sums below have no noise yet. Nothing but their noisy versions leaves this method.
+        # SENSITIVE: ``total`` and ``centred`` have no noise yet. Only their noisy versions leave this method.
         total, centred = self.sums(cohort, template, clipping_norm)
         if std:
             steps = noise.gaussian(size, std, purpose="global-dp update", server_round=cohort.server_round)
@@ -338,7 +340,7 @@ class GlobalDP(Settings):
 
         The centred count is the number of updates within the norm minus half the number of finite nonzero updates.
         SENSITIVE. If one client's records are added or removed, the sum changes by at most ``clipping_norm``, and the
-        count by at most 1/2. If a client is replaced by another, both change by at most twice as much.
+        count by at most 1/2. If a client is replaced by another, these two bounds are doubled.
         """
         size, bands = sum(num_parameters(params) for params in template.values()), self.noise_bands
         # With b noise bands, an update changes b noisy sums. The rounding of these sums adds to the change, so the
@@ -387,10 +389,10 @@ def _clipped_sum(
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
     """Return the float64 sum of the updates clipped to ``limit``, and the centred count of updates within the norm.
 
-    The centred count is the number of updates within ``clipping_norm`` minus half the number of all updates that count
-    (finite and not zero). Two kinds of updates change neither the sum nor the count: an update of zeros, which a client
-    without records sends, and an update that is not finite. Any other update changes the sum by at most ``limit``, and
-    the count by exactly 1/2.
+    The centred count is the number of updates within ``clipping_norm`` minus half the number of all finite nonzero
+    updates. Two kinds of updates change neither the sum nor the count: an update of zeros, which a client without
+    records sends, and an update that is not finite. Any other update changes the sum by at most ``limit``, and the
+    count by exactly 1/2.
     """
     total = torch.zeros(size, dtype=torch.float64)
     centred = 0.0

@@ -101,7 +101,7 @@ class GuidedCohorts(Layer):
             replies = tuple(_times(one, factors.get(one.client, 0.0)) for one in cohort.replies)
             cohort = replace(cohort, replies=replies)
         found = self.inner.aggregate(cohort, algorithm, server)
-        for reply in trained:  # after aggregation, which checks that numbers are finite
+        for reply in trained:  # only after aggregation, because it checks that all numbers are finite
             self.met[reply.client] = self._met(reply, cohort.server_round)
         self.gains[cohort.server_round] = sum(
             float(self._sizes[one.client]) * max(0.0, one.loss or 0.0) for one in trained

@@ -37,9 +37,9 @@ class Feedback:
     """The server's facts about the clients when it samples a cohort.
 
     ``sizes``: the number of training records of each client, shape (clients,). ``met``: {client: facts}; a client that
-    has sent no update so far is missing. ``asked``: {candidate: the loss, on its training records, of the model from
-    which it would start this round}. ``gains``: {earlier round: sum of (number of records times mean loss) over the
-    clients of the round}.
+    has sent no update so far is missing. ``asked``: {candidate client: loss on its training records}, the loss of the
+    model from which the client would start this round. ``gains``: {earlier round: sum of (number of records times mean
+    loss) over the clients of the round}.
     """
 
     sizes: NDArray[np.int64]
@@ -68,7 +68,7 @@ class GuidedSampler(Settings):
         ):
             if is_private:
                 raise ValueError(
-                    f"sampler {kind_of(self)} cannot run with {name}={kind_of(chosen)}: who takes part depends on "
+                    f"sampler {kind_of(self)} cannot run with {name}={kind_of(chosen)}: the cohort depends on "
                     "clients' losses, norms or numbers of records, and no noise covers these; take sampler=full, or "
                     f"leave {name} out"
                 )
@@ -103,7 +103,7 @@ class GuidedSampler(Settings):
         return ()
 
     def rates(self, feedback: Feedback) -> NDArray[np.float64] | None:
-        """Return each client's sampling probability, by which its update is divided; None if none is divided."""
+        """Return each client's sampling probability, to divide updates by. None: updates are not divided."""
         del feedback
         return None
 

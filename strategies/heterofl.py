@@ -36,20 +36,20 @@ class HeteroFL(Averaging):
     unchanged. Clients receive, train and send only small models, so bytes, memory and time are those of small models.
     The whole model is evaluated.
 
-    ``rates``: the widths. With n rates, the clients 0 to n - 1 get one each, in random order; so do the next n clients,
-    and so on. The order is random because some partitions assign classes by client ID, and widths must not depend on
-    classes. List a rate several times to give it to more clients. ``mode``: with "fix" a client's width never changes.
-    With "dynamic" each client has a random one of ``rates`` in every round. Draws depend only on client ID and round
+    ``rates``: the widths. With n rates, each block of n consecutive client IDs gets every rate once, in random order.
+    The order is random because some partitions assign classes by client ID, and widths must not depend on classes. List
+    a rate several times to give it to more clients. ``mode``: with "fix" a client's width never changes. With "dynamic"
+    each client has a random one of ``rates`` in every round. These random choices depend only on client ID and round
     number, so they are the same in every run. Widths are public.
 
     ``scaler``: if true, the outputs of all layers except the last are divided by s in training, as in the paper. In the
     paper's models a norm layer follows each layer and removes this factor. In models without norm layers, small widths
     then diverge easily, so ``scaler`` is false by default. ``masked``: if true, the softmax leaves out the classes that
-    a client lacks, and the client is left out of the mean of these classes' rows in the last layer. For this the client
-    sends a mask of its classes. In the released code the logits of absent classes are 0 and stay in the softmax, and
-    all clients have the same weight. nn.GroupNorm keeps its number of channels per group, if the small model's number
-    of channels is a multiple of this number. The paper's BatchNorm, whose statistics come from a final pass over all
-    clients, is not implemented.
+    a client lacks, and the mean of these classes' rows in the last layer is computed without this client. For this
+    mean, clients send a mask of their classes. In the released code the logits of absent classes are 0 and stay in the
+    softmax, and all clients have the same weight. nn.GroupNorm keeps its number of channels per group, if the small
+    model's number of channels is a multiple of this number. The paper's BatchNorm, whose statistics come from a final
+    pass over all clients, is not implemented.
     """
 
     kind: Literal["heterofl"] = "heterofl"
@@ -57,7 +57,8 @@ class HeteroFL(Averaging):
     layer: ClassVar[str] = "strategies.sizes:MeanOfHolders"
     needs_head: ClassVar[bool] = True
     knobs: ClassVar[str] = (
-        "algorithm.scaler divides the outputs of each layer by the width, and only a norm undoes this: leave it out"
+        "algorithm.scaler divides the outputs of each layer by the width, and only norm layers remove this factor: "
+        "leave algorithm.scaler out"
     )
     rates: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(several)] = Field(
         (1.0, 0.5, 0.25, 0.125, 0.0625), min_length=1

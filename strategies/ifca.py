@@ -1,4 +1,4 @@
-"""IFCA: each client trains the one of several models that has the least loss on its records (Ghosh et al. 2020)."""
+"""IFCA: of several models, each client trains the one with the least loss on its records (Ghosh et al. 2020)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 class IFCA(Averaging):
     """The server keeps k = ``num_models`` models. A client chooses j = argmin F_i(x_j) and trains only x_j (alg. 1).
 
-    x_j <- x_j + sum p_i (y_i - x_j). The sum is over the clients that chose j. y_i is the trained model of client i.
-    The weights p_i are in proportion to the clients' numbers of records. F_i(x) is the mean loss of model x over the
-    training records of client i. A model that no client chooses stays unchanged. In the released code all clients have
-    the same weight, and a test client chooses by its test records.
+    Ghosh et al. 2020: x_j <- x_j + sum p_i (y_i - x_j). The sum is over the clients that chose j. y_i is the trained
+    model of client i. The weights p_i are in proportion to the clients' numbers of records. F_i(x) is the mean loss of
+    model x over the training records of client i. A model that no client chooses stays unchanged. In the released code
+    all clients have the same weight, and a test client chooses by its test records.
 
     The first model is the run's initial model. ``spread`` "shuffled": each other model has the values of the first one
     in random order within each tensor. If initial values are independent draws, as for most layers, a shuffled model is
     distributed like a newly drawn one. The paper and the released code draw new models. If ``spread`` is a number, each
-    other model is the first one plus normal noise of this standard deviation, which suits an already trained initial
-    model. The random numbers come from a digest of the initial model, so they depend on ``model_seed``.
+    other model is the first one plus normal noise of this standard deviation. A number suits an initial model that is
+    already trained. The random numbers come from a digest of the initial model, so they depend on ``model_seed``.
 
-    Each client receives k models. It sends one update and k numbers; ``OneUpdate`` leaves out the zeros of the other
-    k - 1 updates. ``num_models`` 1 is FedAvg.
+    Each client receives k models, and sends one update and k numbers; ``OneUpdate`` leaves out the zeros of the other k
+    - 1 updates. ``num_models`` 1 is FedAvg.
     """
 
     kind: Literal["ifca"] = "ifca"

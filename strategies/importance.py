@@ -19,12 +19,12 @@ class Importance(GuidedSampler):
 
     The expected server step is that of ``sampler=full``. ``cohort_size``: the expected number of clients in a round,
     the sum of the p_i. ``by``: with "records", p_i is in proportion to client i's number of records n_i. With "norms",
-    p_i is in proportion to n_i times the norm of its last update; the mean then has little variance if norms change
-    slowly. A client that has sent no update yet gets the mean norm. In the paper all clients train in every round and
-    report the norm of this round's update; here the norm is that of the last update. ``uniform_share``: the share of
-    p_i that is the same for all clients, so that no p_i is close to 0. A client without records takes no part.
-    Probabilities above 1 become 1, and all others rise, so that their sum stays the same. A round may have no client.
-    If clients are late (``server.deadline``), the mean is biased.
+    p_i is in proportion to n_i times the norm of client i's last update; the mean then has little variance if norms
+    change slowly. A client that has sent no update yet gets the mean norm. In the paper all clients train in every
+    round and report the norm of this round's update; here the norm of the last update is used. ``uniform_share``: the
+    share of p_i that is the same for all clients, so that no p_i is close to 0. A client without records takes no part.
+    Probabilities above 1 become 1, and all others rise, so that the sum of all probabilities stays the same. A round
+    may have no client. If clients are late (``server.deadline``), the mean is biased.
     """
 
     kind: Literal["importance"] = "importance"
@@ -41,7 +41,7 @@ class Importance(GuidedSampler):
             raise ValueError(
                 f"{what} algorithm {kind_of(algorithm)}: its clients send more than the change of their model, which "
                 "cannot be divided by a probability; take fedavg, fedprox, fedadam or another algorithm whose clients "
-                "send only that"
+                "send only the change of their model"
             )
         for name, value, wanted in (
             ("aggregator", kind_of(experiment.aggregator), "mean"),
@@ -73,7 +73,7 @@ class Importance(GuidedSampler):
 def inclusion(scores: NDArray[np.float64], size: int) -> NDArray[np.float64]:
     """Return each client's sampling probability min(1, c * score), shape (clients,), from the clients' ``scores``.
 
-    The factor c makes the sum of all probabilities ``size``. If fewer scores than ``size`` are positive, the
+    The factor c makes the sum of all probabilities equal to ``size``. If fewer scores than ``size`` are positive, the
     probabilities of all positive scores are 1.
     """
     rates, free = np.zeros(len(scores)), scores > 0

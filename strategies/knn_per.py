@@ -1,4 +1,4 @@
-"""kNN-Per: each client mixes the global model with its nearest own records (Marfoq et al. 2022, algorithm 1)."""
+"""kNN-Per: clients mix predictions of the global model and of nearest neighbours (Marfoq et al. 2022, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class KNNPer(Averaging):
     exp(-distance / ``scale``) over the records of class c in N, divided by the same sum over all records in N.
     Distances are between features z, the inputs of the last layer. ``distance``: "norm" is ||z - z'||, as in the paper;
     "mean" is ||z - z'||^2 / d for d features, as in the released code. ``neighbours``: 10 in the paper. ``scale``: 1 in
-    the released code. ``weight``: from 0, which is FedAvg, to 1. With "validation" each client takes the weight among
-    0, 0.1, ..., 1 that is best on its own validation records, as in the paper; of equally good weights, the smallest. A
-    client without validation records takes 0. The released code reports the accuracy of every weight on test records. A
-    client without training records uses only the model's prediction.
+    the released code. ``weight``: a number from 0 to 1; with 0 the method is FedAvg. With "validation" each client
+    tries 0, 0.1, ..., 1 and uses the best weight on its own validation records, as in the paper; of equally good
+    weights, the smallest. A client without validation records uses 0. The released code reports the accuracy of every
+    weight on test records. A client without training records uses only the model's prediction.
     """
 
     kind: Literal["knn-per"] = "knn-per"

@@ -39,7 +39,7 @@ class MultiKrum(Robust):
     """The mean of several updates: those with the lowest Krum scores.
 
     ``hostile``: the number of hostile clients in a round that the rule tolerates. ``selected``: the number of selected
-    updates; 0 selects n - hostile of n updates, the choice in section 4 of the paper.
+    updates; 0 selects n - hostile of n updates, the choice of Blanchard et al. 2017, section 4.
     """
 
     kind: Literal["multi-krum"] = "multi-krum"
@@ -57,7 +57,7 @@ class MultiKrum(Robust):
         if (self.selected or size - self.hostile) < size:
             return []
         setting = f"aggregator.selected={self.selected}" if self.selected else f"aggregator.hostile={self.hostile}"
-        return [off(setting, f"all {size:g} clients of a round are selected, and every client counts the same")]
+        return [off(setting, f"all {size:g} clients of a round are selected, and all have the same weight")]
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
         """Return the mean of the selected updates among ``rows``, shape (n, d)."""

@@ -1,12 +1,12 @@
 """Layers (not network layers): objects that wrap every round, such as Global DP, attacks and the virtual clock.
 
 Each layer wraps the next inner layer, and by default each of its methods calls the same method of the inner layer. The
-innermost layer samples the cohort, takes the mean and merges it. ``ORDER`` lists the settings with layers from the
-inside out. For example, ``attack`` is outside ``aggregator``, so Global DP adds noise after hostile clients have sent
-their updates. ``devices`` is outside ``attack``, so a late client sends no update, even if it is hostile. A layer may
-have code that runs on clients, called its client half, such as the compression of updates. Client halves are nested in
-the same order: the outermost half sees a task first and an update last. A settings class names its layer as
-``layer = "module:Class"``; a user-defined settings class may do the same.
+innermost layer samples the cohort, aggregates the updates and merges the aggregate. ``ORDER`` lists the settings with
+layers from the inside out. For example, ``attack`` is outside ``aggregator``, so Global DP adds noise after hostile
+clients have sent their updates. ``devices`` is outside ``attack``, so a late client sends no update, even if it is
+hostile. A layer may have code that runs on clients, called its client half, such as the compression of updates. Client
+halves are nested in the same order: the outermost half sees a task first and an update last. A settings class names its
+layer as ``layer = "module:Class"``; a user-defined settings class may do the same.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _USUAL: Final = {
 
 
 class Layered(Protocol):
-    """A settings class that names the layer that implements it, such as ``GlobalDP``."""
+    """A settings class, such as ``GlobalDP``, that names its layer. The layer implements the settings."""
 
     layer: ClassVar[str]
 
@@ -136,7 +136,7 @@ class Layer:
     """Name of the layer's own tensors in payloads and client state, or a prefix of names that ends in "/"."""
 
     def __init_subclass__(cls) -> None:
-        """Raise TypeError if a subclass defines a method that has been renamed: no code calls the old name."""
+        """Raise TypeError if a subclass defines a method under its old name, because no code calls this name."""
         super().__init_subclass__()
         if "relabels" in vars(cls):
             raise TypeError(

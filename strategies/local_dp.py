@@ -27,8 +27,8 @@ class LocalDP(ClientPrivacy):
     the whole run. ``delta``: the delta at which the given epsilon holds. ``noise_multiplier``: the standard deviation
     of the noise, in clipping norms. If it is left out, the least noise is used with which all rounds cost at most the
     given epsilon. If both are set, a client takes part until its next round would exceed the epsilon. From then on the
-    client counts as a client without records. ``noise``: with "secret" the protection is real, and the noise differs
-    from run to run. With "seeded" the noise is repeatable, and protects in simulation only. ``accountant``: the
+    client is treated as a client without records. ``noise``: with "secret" the protection is real, and the noise
+    differs from run to run. With "seeded" the noise is repeatable, and protects in simulation only. ``accountant``: the
     accountant that finds the noise, and compares costs with ``epsilon``. "pld" allows less noise than "rdp".
     """
 

@@ -32,8 +32,8 @@ PRIME: Final = 2**127 - 1
 _GENERATOR: Final = 43
 
 KEY_BYTES, SHARE_BYTES, SEAL_BYTES, NAME_BYTES = 32, 32, 28, 4
-"""Bytes of a public key and of a share in a deployment with keys of 256 bits; of the nonce and tag of an encrypted
-message (AES-GCM); and of a client ID."""
+"""Numbers of bytes in a deployment with keys of 256 bits: of a public key; of a share; of the nonce and tag of an
+encrypted message (AES-GCM); of a client ID."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ def public_key(key: int) -> int:
 
 
 def mask(secret: int, count: int, bits: int) -> NDArray[np.int64]:
-    """Return the mask PRG(``secret``): ``count`` uniform integers from 0 to 2^``bits`` - 1. At most 32 bits."""
+    """Return the mask PRG(``secret``): ``count`` uniform integers from 0 to 2^``bits`` - 1, with at most 32 bits."""
     drawn = rng(secret, "mask of secure aggregation").bytes(4 * count)
     return np.frombuffer(drawn, "<u4").astype(np.int64) & ((1 << bits) - 1)
 
 
 def mask_between(key: int, client: int, other: int, other_key: int, count: int, bits: int) -> NDArray[np.int64]:
-    """Return the mask that ``client`` adds for its pair with ``other``, which adds the negative of this mask.
+    """Return the mask that ``client`` adds for its pair with ``other``; ``other`` adds the negative of this mask.
 
     ``key``: the key of ``client``. ``other_key``: the public key of ``other``.
     """

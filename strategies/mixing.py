@@ -101,8 +101,8 @@ class NearestNeighbourMixing(_Mixed):
     """Replaces each update by the mean of its nearest updates, then applies another aggregator (Allouah et al. 2023).
 
     This is algorithm 2 of the paper. Each mean is over n - h of the n updates, including the update itself. With h = 0
-    all means are the mean of all updates. A round needs 2 h + 1 clients with records, or as many as the aggregator of
-    the means needs. No privacy guarantee.
+    all means are the mean of all updates. A round needs 2 h + 1 clients with records, or more if the aggregator of the
+    means needs more. No privacy guarantee.
 
     ``hostile``: the number h of hostile clients in a round that the rule tolerates. ``over``: the aggregator of the
     means.

@@ -1,4 +1,4 @@
-"""The layer of agnostic federated learning: it weights clients, and raises a client's weight with its loss."""
+"""The layer of agnostic federated learning: clients with higher losses get larger weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Mixture(Layer):
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
         """Return the mean of the updates with weights lambda. Then update lambda for the next round.
 
-        The update raises each lambda in proportion to the client's loss, and projects all lambda to sum 1.
+        Each lambda is raised in proportion to the client's loss. Then all lambda are projected to sum 1.
         """
         trained = [reply for reply in cohort.replies if reply.num_examples]
         self._admit([reply.client for reply in trained])

@@ -1,4 +1,4 @@
-"""Model attacks: hostile clients send forged updates that they compute from honest updates, or noise."""
+"""Model attacks: hostile clients send noise, or forged updates that they compute from honest updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class InnerProductManipulation(Knowing):
     """IPM: all hostile clients send -``eps`` times the mean of the known updates (Xie, Koyejo, Gupta 2019, section 4).
 
     With a small ``eps`` the forged update is as short as an honest one. With ``eps`` above (n - f) / f, for f hostile
-    clients of n, the mean has the opposite direction. The paper takes 0.5 against aggregators that compare distances,
+    clients of n, the mean has the opposite direction. The paper uses 0.5 against aggregators that compare distances,
     and more against the median.
     """
 
@@ -66,11 +66,11 @@ class _Farthest(Knowing):
 class MinMax(_Farthest):
     """Min-Max: send mean + g p, with a number g that is limited by the largest distance of two known updates.
 
-    The distance from mean + g p to any known update is at most this distance. This is the attack of Shejwalkar and
-    Houmansadr 2021, section 4. ``direction`` chooses p: minus the standard deviation of every coordinate ("deviation"),
-    minus the sign of the mean ("sign"), or minus the mean ("mean"). The authors search for the largest g. Here the
-    largest g is computed, as the smallest positive root of the equations |mean + g p - d_i|^2 = D^2. d_i are the known
-    updates, and D is the largest distance between two of them.
+    The distance from mean + g p to any known update is at most the largest distance of two known updates. This is the
+    attack of Shejwalkar and Houmansadr 2021, section 4. ``direction`` chooses p: minus the standard deviation of every
+    coordinate ("deviation"), minus the sign of the mean ("sign"), or minus the mean ("mean"). The authors search for
+    the largest g. Here the largest g is computed, as the smallest positive root of the equations |mean + g p - d_i|^2 =
+    D^2. d_i are the known updates, and D is the largest distance between two of them.
     """
 
     kind: Literal["min-max"] = "min-max"
@@ -86,10 +86,11 @@ class MinMax(_Farthest):
 class MinSum(_Farthest):
     """Min-Sum: send mean + g p, with a number g that is limited by a sum of squared distances.
 
-    The sum of squared distances from mean + g p to all known updates is at most the largest such sum of a known update.
-    This is the attack of Shejwalkar and Houmansadr 2021, section 4. ``direction`` chooses p: minus the standard
-    deviation of every coordinate ("deviation"), minus the sign of the mean ("sign"), or minus the mean ("mean"). The
-    authors search for the largest g. Here it is computed: the largest distance of a known update to the mean.
+    The sum of squared distances from mean + g p to all known updates is at most the largest sum of squared distances
+    from one known update to all others. This is the attack of Shejwalkar and Houmansadr 2021, section 4. ``direction``
+    chooses p: minus the standard deviation of every coordinate ("deviation"), minus the sign of the mean ("sign"), or
+    minus the mean ("mean"). The authors search for the largest g. Here g is computed: it is the largest distance of a
+    known update to the mean.
     """
 
     kind: Literal["min-sum"] = "min-sum"
@@ -203,10 +204,10 @@ class FangTrim(Knowing):
     """Fang's attack on the trimmed mean and the median (Fang et al. 2020, section 4.3).
 
     In every coordinate, hostile clients send random values beyond all honest values: below the smallest honest value if
-    the honest mean is positive, above the largest if it is negative. ``knows`` "all": the values lie between this
-    honest value and this value times ``spread``, or divided by ``spread`` if that is further out. ``knows`` "own": the
-    values are 3 to 4 standard deviations from the mean of the hostile clients' own honest updates. ``spread``: the
-    paper's b.
+    the honest mean is positive, above the largest honest value if the mean is negative. Let v be this smallest or
+    largest honest value. ``knows`` "all": the values lie between v and v times ``spread``, or between v and v /
+    ``spread`` if v / ``spread`` is further out. ``knows`` "own": the values are 3 to 4 standard deviations from the
+    mean of the hostile clients' own honest updates. ``spread``: the paper's b.
     """
 
     kind: Literal["fang-trim"] = "fang-trim"
@@ -234,7 +235,7 @@ class Mimic(HostileClients):
 
     So this client has more weight than others, although no update is forged. The paper chooses the client by the
     direction of the largest variance; here it is the client with the lowest ID in the round. The attack is effective
-    under label skew, and hardly on IID data.
+    under label skew, and has little effect on IID data.
     """
 
     kind: Literal["mimic"] = "mimic"
@@ -250,7 +251,7 @@ class Mimic(HostileClients):
 class GaussianUpdates(Forging):
     """All hostile clients send normal noise in place of their updates (Blanchard et al. 2017, section 5).
 
-    ``deviation``: the standard deviation of every number. The paper takes 200.
+    ``deviation``: the standard deviation of every number. The paper uses 200.
     """
 
     kind: Literal["gaussian-noise"] = "gaussian-noise"

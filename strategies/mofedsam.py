@@ -20,7 +20,9 @@ class MoFedSAM(ClientMomentum):
     kind: Literal["mofedsam"] = "mofedsam"
     rho: float = Field(0.1, ge=0)
     title: ClassVar[str] = "MoFedSAM"
-    knobs: ClassVar[str] = ClientMomentum.knobs + "; gradients are computed algorithm.rho uphill: set a smaller rho"
+    knobs: ClassVar[str] = ClientMomentum.knobs + (
+        "; gradients are computed at a point of higher loss, a step of algorithm.rho away: set a smaller rho"
+    )
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return one sentence for each setting that has no effect in this experiment."""

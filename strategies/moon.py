@@ -11,13 +11,13 @@ from strategies.algorithm import FEDAVG, Averaging
 
 
 class MOON(Averaging):
-    """Clients pull features towards those of the received model, and away from those of their own last model.
+    """Clients pull features towards the received model's features, and away from their own last model's features.
 
     Adds mu times -log(exp(cos(z, z_x) / tau) / (exp(cos(z, z_x) / tau) + exp(cos(z, z_prev) / tau))) to the loss. The
     features z, z_x and z_prev are those of the trained model, the received model, and the client's model after its last
-    participation. In a client's first round the term has no gradient. ``mu``: the paper takes 5 on CIFAR-10 and 1 on
-    CIFAR-100; 0 is FedAvg. The paper puts a projection of two layers below the head; here, as in other code, z is the
-    input of the model's own last layer. ``tau``: the temperature of the contrastive term.
+    participation. In a client's first round the term has no gradient. ``mu``: the paper uses 5 on CIFAR-10 and 1 on
+    CIFAR-100; with 0 the method is FedAvg. The paper puts a projection of two layers below the head; here, as in other
+    code, z is the input of the model's own last layer. ``tau``: the temperature of the contrastive term.
     """
 
     kind: Literal["moon"] = "moon"
@@ -37,6 +37,6 @@ class MOON(Averaging):
         return LocalPlan(contrast=Contrast(self.mu, self.tau, task.state.get("model") or task.params))
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Return the update y_i - x. The trained model y_i is stored as client state. x: the received model."""
+        """Return the update y_i - x; x is the received model. The trained model y_i is stored as client state."""
         update = super().finish(task, trained)
         return ClientUpdate(update.payloads, update.num_examples, update.loss, state={"model": trained.params})

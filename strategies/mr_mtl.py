@@ -43,10 +43,11 @@ class MRMTL(Averaging):
     def remarks(self, experiment: Choices) -> list[str]:
         """Return remarks for the user: one sentence for each setting that has no effect."""
         del experiment
-        return [] if self.strength else [off("algorithm.strength=0", "own models are those of local-only")]
+        why = "each client's own model is that of algorithm local-only"
+        return [] if self.strength else [off("algorithm.strength=0", why)]
 
     def start(self, task: LocalTask, client: OnClient) -> LocalTask:
-        """Return the client's task. It contains the own model, which is trained, and the mean as client state."""
+        """Return the client's task. It contains the client's own model, to be trained, and the mean as client state."""
         del client
         own = task.state.get(_OWN, task.initial)
         return replace(task, params=own, state={_MEAN: task.params})

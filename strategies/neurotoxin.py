@@ -28,7 +28,7 @@ class HostileMemory(HostilePlans):
     masked_share: float = 0.05
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return the client's task, without the attack's tensors in the client state: they are not the algorithm's."""
+        """Return the client's task, without the attack's own tensors in the client state."""
         return replace(task, state={name: group for name, group in task.state.items() if name != RECEIVED})
 
     def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:

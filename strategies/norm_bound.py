@@ -16,15 +16,15 @@ from strategies.algorithm import Weighting
 
 
 class NormBound(Robust):
-    """The mean of the clients' payloads, each taken as one vector and scaled down to a norm of at most ``norm_bound``.
+    """The mean of clients' payloads, each treated as one vector and scaled down to a norm of at most ``norm_bound``.
 
     ``weights`` "uniform": every client has the same weight, so that one of n clients in a round changes the mean by at
     most ``norm_bound`` / n. With "examples" a client's weight is its number of records, as in the paper, if the
     algorithm weights clients by records. But the server cannot verify this number: a client that claims to hold most of
     the records can change the mean by nearly ``norm_bound``.
 
-    ``noise``: the standard deviation of normal noise on every coordinate of the mean, which Sun et al. call weak
-    differential privacy (section 4). The noise comes from the run's seed, so there is no privacy guarantee.
+    ``noise``: the standard deviation of normal noise on every coordinate of the mean. Sun et al. 2019 (section 4) call
+    such noise weak differential privacy. The noise comes from the run's seed, so there is no privacy guarantee.
     """
 
     kind: Literal["norm-bound"] = "norm-bound"

@@ -22,11 +22,11 @@ class Oort(GuidedSampler):
     """A share of the cohort is new clients; the rest is drawn from the known clients with the highest utilities.
 
     Known clients have sent an update before; new clients have not. The utility of client i is (U_i + sqrt(0.1 log t /
-    t_i)) (T / s_i)^alpha, the last factor only if s_i > T. t is the round, t_i the last round with an update of the
-    client, and s_i the virtual duration of its work in that round (``devices``). U_i is its number of records times its
-    mean loss in that round, at most the 95th percentile of these products. T is a percentile of all known durations. If
-    the cohort has k known clients, they are drawn in proportion to utility, from all clients with at least 95 % of the
-    k-th largest utility.
+    t_i)) (T / s_i)^alpha. The last factor is used only if s_i > T. t is the round, t_i the last round with an update of
+    the client, and s_i the virtual duration of its work in that round (``devices``). U_i is its number of records times
+    its mean loss in that round, at most the 95th percentile of these products. T is a percentile of all known
+    durations. If the cohort has k known clients, they are drawn in proportion to utility, from all clients with at
+    least 95 % of the k-th largest utility.
 
     In round t the share of new clients is max(``least_exploration``, ``exploration`` 0.98^(t-1)). They are drawn
     uniformly. If there are too few new clients, known clients are drawn uniformly instead. If both settings are 1,
@@ -35,15 +35,16 @@ class Oort(GuidedSampler):
     In the paper U_i contains the root mean square of the records' losses; here clients send the mean loss. The square
     root in the utility has t_i as in the released code; the paper has the number of rounds since t_i.
 
-    The pacer (section 4.3, algorithm 1) raises T. After every W rounds it compares the sum of U_i (without the limit)
-    over the clients of the last W rounds with that of the W rounds before. If the sum fell, the percentile that defines
-    T grows by ``pacer_step``, to 100 at most. In the paper T itself grows, by a step in seconds. The released code also
-    raises the percentile, but only if the sum changes by less than a tenth. Its sums leave out U_i of new clients.
+    The pacer (Lai et al. 2021, section 4.3) raises T. After every W rounds it compares two sums of U_i (without the
+    limit): over the clients of the last W rounds, and over the clients of the W rounds before. If the sum fell, the
+    percentile that defines T grows by ``pacer_step``, to 100 at most. In the paper T itself grows, by a step in
+    seconds. The released code also raises the percentile, but only if the sum changes by less than a tenth. Its sums
+    leave out U_i of new clients.
 
     ``cohort_size``: the number of clients in a round. ``alpha``: the exponent of T / s_i in the utility; with 0,
-    durations do not count. ``exploration``: the share of new clients in the first round. ``least_exploration``: the
-    least share of new clients. ``preferred_percentile``: T is this percentile of all known durations, at the start.
-    ``pacer_window``: W; 0 for no pacer. The released code has W = 20 and steps of 5.
+    durations have no effect. ``exploration``: the share of new clients in the first round. ``least_exploration``: the
+    least share of new clients. ``preferred_percentile``: the initial percentile; T is this percentile of all known
+    durations. ``pacer_window``: W; 0 for no pacer. The released code has W = 20 and steps of 5.
     """
 
     kind: Literal["oort"] = "oort"
@@ -60,7 +61,7 @@ class Oort(GuidedSampler):
         """Return one sentence for each setting that has no effect in this experiment."""
         said, window = super().remarks(experiment), self.pacer_window
         if not window and self.pacer_step != type(self).model_fields["pacer_step"].default:
-            said.append(off(f"sampler.pacer_step={self.pacer_step:g}", "sampler.pacer_window=0 is no pacer"))
+            said.append(off(f"sampler.pacer_step={self.pacer_step:g}", "sampler.pacer_window=0 turns the pacer off"))
         elif window and not self.alpha:
             said.append(off(f"sampler.pacer_window={window}", "sampler.alpha=0, and durations do not count"))
         elif window and experiment.rounds <= 2 * window:
@@ -105,7 +106,7 @@ class Oort(GuidedSampler):
     def percentile(self, server_round: int, feedback: Feedback) -> float:
         """Return the percentile of durations that defines T in this round.
 
-        It grows by ``pacer_step`` whenever the pacer finds that the sum of U_i fell.
+        The percentile grows by ``pacer_step`` whenever the pacer finds that the sum of U_i fell.
         """
         window, found = self.pacer_window, self.preferred_percentile
         for end in range(2 * window, server_round, window) if window else ():

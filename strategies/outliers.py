@@ -41,7 +41,7 @@ def loss_of_unknown(batch: Batch, steps: int, rate: float) -> torch.Tensor:
         pushed = pushed + rate * batch.input_slopes(batch.params, pushed, unknown).sign()
     without = (batch.logits + NEVER * own.to(batch.logits.dtype)).log_softmax(1)[:, -1]
     both = batch.logits_of(batch.params, torch.cat([outliers, pushed])).log_softmax(1)[:, -1]
-    return -2 * both.mean() - (batch.weights * without).sum()  # 2 means of equally many records
+    return -2 * both.mean() - (batch.weights * without).sum()  # two means, of the outliers before and after the steps
 
 
 def enlarged(image: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
@@ -56,8 +56,8 @@ def enlarged(image: torch.Tensor, generator: np.random.Generator) -> torch.Tenso
 def blurred(image: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
     """Return the image, each pixel replaced by the mean of a window.
 
-    The window is 3 to 9 pixels long and 1 to 5 pixels wide, in a random direction. The released code takes weights from
-    a Gaussian of 10 to 100 pixels, cut off at this window. Inside the window these weights are almost equal.
+    The window is 3 to 9 pixels long and 1 to 5 pixels wide, in a random direction. The released code uses the weights
+    of a Gaussian of 10 to 100 pixels, cut off at this window. Inside the window these weights are almost equal.
     """
     window = [2 * int(generator.integers(1, 5)) + 1, 2 * int(generator.integers(0, 3)) + 1]
     if generator.random() < 0.5:
@@ -108,7 +108,7 @@ _OPERATIONS: Final[tuple[Callable[[torch.Tensor, np.random.Generator], torch.Ten
 def _part(image: torch.Tensor, share: float, generator: np.random.Generator) -> tuple[int, int]:
     """Return height and width of a random rectangle. Its area is about a ``share`` of the image's area.
 
-    Height / width is random, from 3:4 to 4:3, both measured in sides of the image.
+    Height / width is random, from 3:4 to 4:3. Height and width are measured as shares of the image's sides.
     """
     ratio = np.exp(generator.uniform(np.log(3 / 4), np.log(4 / 3)))
     sides = (side * (share * one) ** 0.5 for side, one in zip(image.shape[1:], (ratio, 1 / ratio), strict=True))

@@ -24,14 +24,14 @@ OWN: Final = "own"
 
 
 OWN_PART: Final = (
-    "a part of the model stays with each client: the evaluated model is the model of no client, as it joins the "
+    "a part of the model stays with each client, and no trained client uses the evaluated model: it combines the "
     "server's part with the initial values of the other part"
 )
 
 
 UNCOVERED: Final = (
-    "The model, or the part of the model, that each client has of its own never leaves the client and is trained on "
-    "its records without noise: the guarantee is about what others see, and a client that shows its own model to "
+    "Each client's own model, or own part of the model, never leaves the client and is trained on its "
+    "records without noise: the guarantee is about what others see, and a client that shows its own model to "
     "others shows facts about its records."
 )
 
@@ -39,7 +39,7 @@ UNCOVERED: Final = (
 class OwnPart(Layer):
     """The layer of personal parameters. On the server it only checks settings and warns users.
 
-    ``ClientOwnPart`` is its code on clients.
+    The class ``ClientOwnPart`` is the layer's code on clients.
     """
 
     reserved: ClassVar[str] = OWN
@@ -125,7 +125,7 @@ class ClientOwnPart(ClientLayer):
         """Return the plan for the whole model: personal parameters are trained without the method's corrections.
 
         The method's gradient offsets and momentum buffers cover only the sent parameters, so zeros are added for the
-        personal ones. MOON's loss compares with the client's last model, to which the personal parameters are added.
+        personal ones. MOON's loss uses the client's last model; the personal parameters are added to this model, too.
         """
         missing = self._kept_in(came.state)
         zeros = {name: torch.zeros_like(value) for name, value in missing.items()}

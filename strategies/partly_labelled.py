@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from strategies.algorithm import Algorithm
 
 PSEUDO = "pseudo"
-"""Name of the tensors in a client's task that hold the round's pseudo-labels. No client state stores them."""
+"""Name of the tensors with the round's pseudo-labels in a client's task. No client state stores them."""
 
 
 SERVER = 10**9
@@ -34,7 +34,7 @@ SERVER = 10**9
 
 
 class PartlyLabelled(Averaging):
-    """Base class of methods in which most clients have no labels, and train on pseudo-labels by the received model."""
+    """Base class of methods in which most clients have no labels, and train on the received model's pseudo-labels."""
 
     computes_with_records: ClassVar[bool] = True
 
@@ -51,7 +51,8 @@ class PartlyLabelled(Averaging):
     def _somebody_has_labels(self) -> Self:
         if not self.server_records and not self.labelled_clients:
             raise ValueError(
-                "server_records=0 and labelled_clients=0: nobody has labels, so nothing can be learned; set one of them"
+                "server_records=0 and labelled_clients=0: nobody has labels, so nothing can be learned; "
+                "set algorithm.server_records or algorithm.labelled_clients"
             )
         return self
 
@@ -75,7 +76,7 @@ class PartlyLabelled(Averaging):
         """Return the reason why clients without labels cannot run with these settings; "" if they can."""
         evaluate, sampler, attack = experiment.evaluate, experiment.sampler, experiment.attack
         few = f"algorithm.labelled_clients={self.labelled_clients} is above clients={experiment.clients}"
-        held_out = f"evaluate.validation={evaluate.validation} holds out labelled records of clients without labels"
+        held_out = f"evaluate.validation={evaluate.validation} needs labelled records on every client"
         reasons = {
             f"{few}: set a smaller number": self.labelled_clients > experiment.clients,
             "pseudo-labels would need running statistics: leave local.batch_norm out": (
@@ -98,7 +99,7 @@ class PartlyLabelled(Averaging):
         }
         for name in ("preprocess", "calibrate"):
             chosen = getattr(experiment, name)
-            reads = f"{name} {kind_of(chosen)} reads the labels of clients without labels"
+            reads = f"{name} {kind_of(chosen)} needs the labels of all clients"
             reasons[f"{reads}: leave {name} out"] = not is_none(chosen)
         return next((reason for reason, applies in reasons.items() if applies), "")
 
@@ -110,7 +111,10 @@ class PartlyLabelled(Averaging):
                 "and algorithm.labelled_clients"
             )
         if path_in(type(experiment.server), "procedure"):
-            return f"server {kind_of(experiment.server)} has no rounds, after which its server trains: leave server out"
+            return (
+                "the server trains on its labelled records after each round, but server "
+                f"{kind_of(experiment.server)} has no rounds: leave server out"
+            )
         return ""
 
     def check_data(self, dataset: Dataset, features: str) -> None:

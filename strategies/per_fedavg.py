@@ -21,21 +21,20 @@ if TYPE_CHECKING:
 
 
 class PerFedAvg(Averaging):
-    """FedAvg on the loss after one step, F_i(w - alpha grad F_i(w)) (MAML; algorithm 1).
+    """FedAvg on the loss after one step, F_i(w - alpha grad F_i(w)) (Fallah et al. 2020, algorithm 1).
 
-    MAML is model-agnostic meta-learning. F_i is the loss of client i, f(w; B) the loss of the model w on a batch B, and
-    eta the learning rate. A local step draws independent batches B, B' and B'': w' = w - alpha grad f(w; B), then
-    w <- w - eta g. ``variant``: with "first-order" (FO), g = grad f(w'; B'); with "exact",
-    g = (I - alpha Hessian f(w; B'')) grad f(w'; B').
-    ``personal_learning_rate``: alpha, 0.01 to 0.03 in the paper. ``local.learning_rate``: eta, the paper's beta, 0.001
-    to 0.01. The batches B' are those of FedAvg, so ``local.epochs`` is the number of passes over them. B and B'' come
-    from further shuffles of the client's records. A local step computes two gradients. The variant "exact" also
-    computes a product with the Hessian.
+    The method is MAML, model-agnostic meta-learning. F_i is the loss of client i, f(w; B) the loss of the model w on a
+    batch B, and eta the learning rate. A local step draws independent batches B, B' and B'': w' = w - alpha grad f(w;
+    B), then w <- w - eta g. ``variant``: with "first-order" (FO), g = grad f(w'; B'); with "exact", g = (I - alpha
+    Hessian f(w; B'')) grad f(w'; B'). ``personal_learning_rate``: alpha, 0.01 to 0.03 in the paper.
+    ``local.learning_rate``: eta, the paper's beta, 0.001 to 0.01. The batches B' are those of FedAvg, so
+    ``local.epochs`` is the number of passes over them. B and B'' come from further shuffles of the client's records. A
+    local step computes two gradients. The variant "exact" also computes a product with the Hessian.
 
     Clients keep no model. A client uses the received model after one step with rate alpha on a batch of its training
-    records. The measurement ``trained`` evaluates this model. Common released code takes B and B' as two successive
-    batches of one shuffle. Before this code measures a client's model, it makes two steps, one with rate alpha and
-    one with rate eta.
+    records. The measurement ``trained`` evaluates this model. Common released code uses two successive batches of one
+    shuffle as B and B'. Before the released code measures a client's model, the client makes two steps, one with rate
+    alpha and one with rate eta.
     """
 
     kind: Literal["per-fedavg"] = "per-fedavg"
@@ -50,7 +49,7 @@ class PerFedAvg(Averaging):
         check_plain_sgd(self, experiment)
         if self.variant == "exact" and experiment.local.label_smoothing:
             raise ValueError(
-                f"algorithm.variant=exact takes the Hessian of the loss without label smoothing, and "
+                f"algorithm.variant=exact uses the Hessian of the loss without label smoothing, and "
                 f"local.label_smoothing={experiment.local.label_smoothing:g} is set: leave it out, or take "
                 "algorithm.variant=first-order"
             )

@@ -30,12 +30,12 @@ class PFedMe(Averaging):
     in the paper), with the same weight for every client.
 
     theta begins at x in a round's first batch, and at the previous batch's solution in all later batches. Both learning
-    rates have limits: eta * strength must stay below 2, and so must personal_learning_rate * (strength + the curvature
-    of f). A round of the paper has 20 steps of w (``local.steps``).
+    rates have limits: eta * strength must stay below 2, and personal_learning_rate * (strength + the curvature of f)
+    must stay below 2. A round of the paper has 20 steps of w (``local.steps``).
 
     In the released code all clients train in every round, and the server averages only the w of the cohort; here a
     client outside of the cohort does not train. In the released code the steps of theta have a fixed weight decay of
-    0.001; here it is ``local.weight_decay``. PFLlib's default of beta is 0, with which x never changes.
+    0.001; here it is ``local.weight_decay``. PFLlib's default of beta is 0; then x never changes.
     """
 
     kind: Literal["pfedme"] = "pfedme"

@@ -14,16 +14,16 @@ from strategies.samplers import Coins, distinct
 
 
 class PowerOfChoice(GuidedSampler):
-    """Candidates evaluate the model and send their loss; those with the largest loss train.
+    """Candidates evaluate the model and send their loss; the candidates with the largest loss train.
 
     Candidates are drawn without replacement, in proportion to their numbers of records. Each candidate receives the
     model, and evaluates the model on all its training records. Bytes and virtual clock include this evaluation.
-    Evaluation of a record counts as a third of the time of training on it. The paper's mean has equal weights; here the
-    weights are those of the algorithm. With more candidates, clients with a high loss take part more often.
-    ``cohort_size``: the number of clients that train in a round. ``candidates_asked``: the number of candidates; the
-    paper takes 2 to 10 times the cohort size. If it is left out: twice the cohort size, or all clients if there are
-    fewer. If it equals the cohort size, no client is asked for its loss; with equal numbers of records the run is then
-    that of ``fixed-size``.
+    Evaluation of a record is assumed to take a third of the time of training on the record. The paper's mean has equal
+    weights; here the weights are those of the algorithm. With more candidates, clients with a high loss take part more
+    often. ``cohort_size``: the number of clients that train in a round. ``candidates_asked``: the number of candidates;
+    the paper uses 2 to 10 times the cohort size. The default is twice the cohort size, or all clients if there are
+    fewer. If the number equals the cohort size, no client is asked for its loss; if all clients have equal numbers of
+    records, the run is then the same as with ``fixed-size``.
     """
 
     kind: Literal["power-of-choice"] = "power-of-choice"

@@ -43,12 +43,13 @@ BEFOREHAND = (
 class PrivateRounds(Layer):
     """The layer for Global DP.
 
-    In each round it charges the privacy cost to the ledger, and publishes the noised mean update of a secret cohort.
+    In each round the layer charges the privacy cost to the ledger, and publishes the noised mean update of a secret
+    cohort.
 
     ``clipping_norm``: the clipping norm of the next round; adaptive clipping changes it from round to round.
     ``beforehand``: the mechanisms of the noisy sums that are published before the first round. Each sum is over a
     sampled cohort, as in a round. ``failed``: {client: reason} of the clients that failed since the last valid update.
-    It is PRIVATE, and must not be published.
+    ``failed`` is PRIVATE, and must not be published.
     """
 
     aggregator: GlobalDP
@@ -104,7 +105,7 @@ class PrivateRounds(Layer):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if a client without records sends numbers other than zero, which the guarantee forbids."""
+        """Raise UserError if a client without records sends numbers other than zero: the guarantee needs zeros."""
         experiment.aggregator.check_silence(experiment.algorithm, beginning.sent)
 
     @classmethod
@@ -132,12 +133,12 @@ class PrivateRounds(Layer):
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
         """Return a cohort drawn with the secret key of the noise.
 
-        The run's seed is public, so anybody could compute a cohort that is drawn with it.
+        The run's seed is public, so anybody could compute a cohort that is drawn with this seed.
         """
         return self.inner.cohort(server_round, coins or self.coins(server_round))
 
     def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Record the failed clients; their updates count as zeros.
+        """Store which clients failed; zeros replace their updates.
 
         Raises RunError if all clients seem to fail (see ``note``).
         """
@@ -196,11 +197,11 @@ class PrivateRounds(Layer):
         return self.ledger.has_charged(release, noise) or self.ledger.affords(self._event)
 
     def note(self, failed: Mapping[int, Malformed], *, answered: bool) -> None:
-        """Record the failed clients of a round. ``answered``: True if at least one client sent a valid update.
+        """Store which clients failed in a round. ``answered``: True if at least one client sent a valid update.
 
         Raises RunError if two clients (in a run of one client: this client) have failed since the last valid update:
-        then the set-up is at fault. A single failed client among several never ends the run, because the end and its
-        reason would reveal something about its records.
+        the cause is then the set-up. A single failed client among several never ends the run, because the end of the
+        run and its reason would reveal something about this client's records.
         """
         self.failed = {} if answered else {**self.failed, **failed}
         if len(self.failed) >= min(2, self.num_clients):
@@ -295,7 +296,7 @@ def noise_within(aggregator: GlobalDP, epsilon: float, charges: Callable[[Global
 
 
 def told_beforehand(experiment: Any) -> list[str]:
-    """Return a sentence if the sampler is the default (Poisson), and one if the budget does not fit the rounds."""
+    """Return a sentence if the sampler is the default (Poisson), and another if the budget does not fit the rounds."""
     aggregator, sampler, sentences = experiment.aggregator, experiment.sampler, []
     if sampler == Poisson():
         sentences.append(
@@ -344,7 +345,10 @@ def _groups_in_words(sampler: AnySampler) -> str:
     if sampler.rounds_apart == 1:
         return ""
     apart = sampler.rounds_apart
-    return f" A step is {apart} rounds, in which a client takes part at most once; the group of each round is public."
+    return (
+        f" One step of this statement covers {apart} rounds. A client takes part at most once in these rounds; the "
+        "group of each round is public."
+    )
 
 
 def terms_of(aggregator: GlobalDP, sampler: AnySampler) -> Terms:

@@ -53,7 +53,7 @@ class GlobalRounds:
         return noise_within(aggregator, target, partial(self._charges_of, rounds=steps))
 
     def most_steps(self, noise: float, target: float, delta: float, accountant: Accountant) -> int:
-        """Return the largest number of rounds that cost at most epsilon ``target``; a private start counts, too."""
+        """Return the largest number of rounds that cost at most epsilon ``target``, including a private start."""
         self._check_start(target, delta, accountant)
         apart = self.sampler.rounds_apart
         return apart * most_that_fit(
@@ -70,7 +70,7 @@ class GlobalRounds:
         if self.aggregator.noise_bands > 1:
             found["noise bands"] = (
                 f"{self.aggregator.noise_bands}: correlated noise costs as much as independent noise, because a client "
-                "has at most one turn in the rounds of a band"
+                "takes part at most once in the rounds of a band"
             )
         if self.aggregator.adaptive_clipping is not None:
             aggregator = self.aggregator.model_copy(update={"noise_multiplier": noise})
@@ -120,7 +120,10 @@ def global_rounds(
             "number, or leave --cohort out"
         )
     if groups is not None and start_noise is not None:
-        raise UserError("a private start samples from all clients, and --groups from one group: leave one of them out")
+        raise UserError(
+            "a private start samples from all clients, but --groups samples from one group: leave the private start or "
+            "--groups out"
+        )
     if (adaptive or count_noise is not None) and clients is None and (count_noise is None or cohort is not None):
         raise UserError("the noise of adaptive clipping depends on the expected cohort size: give --clients")
     sampler: AnySampler

@@ -18,7 +18,7 @@ from strategies.private_steps import PrivateTraining, digest_of
 
 
 class PrivateUpdates(PrivateTraining):
-    """Counts the rounds in which each client sent an update, because each of them adds to the client's privacy cost."""
+    """Counts the rounds in which each client sent an update, because each update adds to the client's privacy cost."""
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer | None:
@@ -39,7 +39,7 @@ class PrivateUpdates(PrivateTraining):
 def check_changes(algorithm: object, beginning: Beginning, chosen: str, setting: str) -> None:
     """Raise UserError if clients send nothing, or more than changes of the model's parameters.
 
-    ``chosen``: the protection, such as local DP, as error messages name it. ``setting``: the name of its setting.
+    ``chosen``: the name of the protection in error messages, such as local DP. ``setting``: the name of its setting.
     """
     what = f"algorithm {kind_of(algorithm)} cannot run with {chosen}"
     if not beginning.server.params:
@@ -48,7 +48,7 @@ def check_changes(algorithm: object, beginning: Beginning, chosen: str, setting:
     for group, params in beginning.sent.items():
         if dict(layout_of(params)) != wanted:
             raise UserError(
-                f"{what}: clients also send {group}, which is no change of the model's parameters and becomes "
+                f"{what}: clients also send {group}, which is not a change of the parameters and becomes "
                 "useless if it is clipped and noised with the update; take another algorithm, such as fedavg, "
                 "fedprox or scaffold"
             )

@@ -67,7 +67,7 @@ class PublicLogits(OwnPart):
     def exchanged(cls, experiment: Any, server: ServerState) -> Traffic:
         """Return the forecast number of bytes that logits add to a round, as a mean over all rounds.
 
-        It counts the messages to all clients before the round, their logits, and the mean for the cohort.
+        The forecast includes the messages to all clients before the round, their logits, and the mean for the cohort.
         """
         rounds, settings = experiment.rounds, experiment.algorithm
         if settings.proxy == "none":

@@ -23,9 +23,9 @@ class QFFL(SendingLoss):
 
     x is the global model, y_i the trained model of client i, D_i = y_i - x its update, and F_i the loss of x on all its
     training records. eta is the local learning rate; 1 / eta is the paper's L. All clients of a round have the same
-    weight in both sums, whatever their number of records. ``q``: 0 is FedAvg with equal weights. The paper takes 0.1 to
-    15. As in the released code, 1e-10 is added to each F_i, because 0^(q-1) is not defined for q < 1. The server sees
-    every F_i.
+    weight in both sums, whatever their number of records. ``q``: the power of the loss in a client's weight; with 0 the
+    method is FedAvg with equal weights. The paper uses 0.1 to 15. As in the released code, 1e-10 is added to each F_i,
+    because 0^(q-1) is not defined for q < 1. The server sees every F_i.
     """
 
     kind: Literal["q-ffl"] = "q-ffl"
@@ -35,7 +35,7 @@ class QFFL(SendingLoss):
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if the local optimizer is not SGD."""
-        check_sgd(self, experiment, "it takes 1 / local.learning_rate for the curvature of the loss")
+        check_sgd(self, experiment, "it uses 1 / local.learning_rate as the curvature of the loss")
 
     def remarks(self, experiment: Choices) -> list[str]:
         """Return one sentence for each setting that has no effect in this experiment."""

@@ -65,5 +65,5 @@ def with_ranks(model: nn.Module, params: Params) -> nn.Module:
 
 
 def rank_of(params: Params) -> int:
-    """Return the rank of the adapters in ``params``: of the largest one, because small layers have smaller ranks."""
+    """Return the largest rank of the adapters in ``params``, because adapters of small layers have smaller ranks."""
     return max((params[one.a].shape[0] for one in factors_in(params)), default=0)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Ridge(SumsOfFeatures):
     """The head of the model in closed form: W = (sum G_i + lambda I)^-1 sum B_i.
 
-    Client i sends G_i = sum z z^T and B_i = sum z y^T over its records. z is a record's feature vector, the input of
-    the initial model's last layer, and a constant for the intercept. y is the one-hot label. Every split of the records
-    gives the same head, bit for bit, if a record's feature does not depend on other records.
+    Client i sends G_i = sum z z^T and B_i = sum z y^T over its records. z is a record's feature vector (the input of
+    the initial model's last layer), extended by a constant for the intercept. y is the one-hot label. Every split of
+    the records gives the same head, bit for bit, if a record's feature does not depend on other records.
 
     ``ridge``: lambda, for vectors z that are scaled to norm 1 at most. ``clipping_norm``: a feature vector of a larger
     norm is first scaled down to this norm. None means the square root of the number of features. ``epsilon`` and
@@ -38,8 +38,8 @@ class Ridge(SumsOfFeatures):
     The adjacency is zero-out: a record is replaced by nothing, and the number of records stays public. The L2
     sensitivity of the sums is sqrt 2, and each client adds noise for this sensitivity to its own sums. With noise,
     lambda is at least the standard deviation of the noise on each number of sum G_i, times the square root of the
-    number of features. This is half of the noise's largest eigenvalue. Negative eigenvalues of sum G_i count as 0.
-    ``noise``: the source of the noise. With "secret" the protection is real, and the noise differs from run to run.
+    number of features. This is half of the noise's largest eigenvalue. Negative eigenvalues of sum G_i are replaced by
+    0. ``noise``: the source of the noise. With "secret" the protection is real, and the noise differs from run to run.
     With "seeded" the noise is repeatable, and protects in simulation only.
     """
 
@@ -83,10 +83,10 @@ class Ridge(SumsOfFeatures):
         try:
             self._longest(num_features, num_classes)
         except UserError as error:
-            raise UserError(f"{self.kind}: epsilon={self.epsilon} affords no sums: {error}") from error
+            raise UserError(f"{self.kind}: epsilon={self.epsilon} is too small to send sums: {error}") from error
 
     def shape(self, num_features: int, num_classes: int) -> tuple[int, int]:
-        """Return the shape of the tensor that holds a client's sums G_i and B_i."""
+        """Return the shape of the tensor with a client's sums G_i and B_i."""
         return 1, num_products(num_features, num_classes)
 
     def summed(self, features: Array, labels: NDArray[np.int64], num_classes: int, noise: Noise | None) -> Array:
@@ -156,4 +156,7 @@ class RidgeStart(Ridge):
                 "change the sums arbitrarily; set preprocess=none or attack=none"
             )
         if not is_none(experiment.local.privacy) and not self.is_private:
-            raise ValueError("preprocess ridge-start sends sums that local.privacy does not cover: leave one out")
+            raise ValueError(
+                "preprocess ridge-start sends sums that local.privacy does not cover: leave preprocess or "
+                "local.privacy out"
+            )

@@ -1,4 +1,4 @@
-"""RoLoRA: odd rounds train and send the factors B of adapters, even rounds A (Chen et al. 2024, algorithm 1)."""
+"""RoLoRA: odd rounds train and send the factors B of adapters, even rounds the factors A (Chen et al. 2024, alg. 1)."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -35,8 +35,8 @@ class RoLoRA(Averaging):
         }
         for name in (name for name, is_refused in refused.items() if is_refused):
             raise ValueError(
-                f"algorithm rolora sends other parameters in odd rounds than in even ones, and this {name} needs the "
-                f"same in each round: leave {name} out, or take ffa-lora"
+                "algorithm rolora sends factors B in odd rounds and factors A in even rounds, and this "
+                f"{name} needs the same parameters in each round: leave {name} out, or take ffa-lora"
             )
 
     def plan(self, task: LocalTask) -> LocalPlan:

@@ -175,9 +175,9 @@ class Poisson(Settings):
 class Cyclic(Settings):
     """Each round samples one group of clients; a client of that group takes part with a fixed probability.
 
-    ``groups``: the number G of groups. Client i is in group i mod G. Round t samples group (t - 1) mod G, which is
+    ``groups``: the number G of groups. Client i is in group i mod G. Round t samples group (t - 1) mod G; the group is
     public. So a client takes part at most once in any G consecutive rounds. ``sampling_rate``: the probability with
-    which a client of the group takes part; at 1 no random number is drawn.
+    which a client of the group takes part. With 1, all clients of the group take part, and no random number is drawn.
     """
 
     kind: Literal["cyclic"] = "cyclic"
@@ -206,7 +206,7 @@ class Cyclic(Settings):
         return group if self.sampling_rate == 1 else group[takes_part(coins(len(group)), self.sampling_rate)]
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
-        """Return the privacy event of G rounds, amplified by sampling. ``event``: that of one round without sampling.
+        """Return the privacy event of G rounds, amplified by sampling. ``event``: one round's event without sampling.
 
         Adjacency: add or remove one client.
         """

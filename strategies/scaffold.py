@@ -22,12 +22,12 @@ class Scaffold(Averaging):
     x is the received model, y the client's model, y_i its trained model, g the gradient, and eta the local learning
     rate. c and c_i are the control variates of the server and of client i; c_i+ is the new c_i.
     ``server_learning_rate``: the paper's eta_g. ``variant`` "paper": c_i+ = c_i - c + (x - y_i) / (K eta) after K
-    steps. "momentum" is our extension to local momentum: K steps with a constant gradient g then change the model by
-    a_i eta g, not by K eta g, where a_i follows from K and the momentum (Wang et al. 2020, section 4.1). So a_i eta
+    steps. "momentum" is our extension to local momentum. With momentum, K steps with a constant gradient g change the
+    model by a_i eta g, not by K eta g; a_i follows from K and the momentum (Wang et al. 2020, section 4.1). So a_i eta
     replaces K eta in c_i+. "niid-bench" follows the program of a published benchmark (Li et al. 2022): the correction
     is added to the step after momentum, c_i+ divides by K eta, and models are weighted by records. The result equals
-    that program's if all clients take part in every round. Otherwise results differ: the program starts c and all c_i
-    at one random model, not at 0, and a part of this model stays in c until every client has taken part.
+    the program's result if all clients take part in every round. Otherwise results differ: the program starts c and all
+    c_i at one random model, not at 0, and a part of this model stays in c until every client has taken part.
     """
 
     kind: Literal["scaffold"] = "scaffold"
@@ -47,7 +47,7 @@ class Scaffold(Averaging):
         if self.variant == "niid-bench" and hides_clients(experiment.aggregator):
             raise ValueError(
                 "algorithm.variant=niid-bench weights models by their clients' records, and under aggregator "
-                f"{kind_of(experiment.aggregator)} every client counts the same: take variant=paper"
+                f"{kind_of(experiment.aggregator)} all clients have the same weight: take variant=paper"
             )
 
     def advice(self, momentum: float) -> str:
@@ -70,8 +70,8 @@ class Scaffold(Averaging):
             said.append("SCAFFOLD's corrections have no effect: rounds=1, and they are 0 in the first round")
         if self.variant == "niid-bench" and not isinstance(experiment.sampler, Everyone):
             said.append(
-                "algorithm.variant=niid-bench is NIID-Bench's program where all clients take part in every round: "
-                "otherwise that program's control variates start at random weights, and here they start at 0"
+                "algorithm.variant=niid-bench equals NIID-Bench's program only if all clients are in every round: "
+                "that program's control variates start at random weights, and here they start at 0"
             )
         return said
 

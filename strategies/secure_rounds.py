@@ -62,14 +62,14 @@ def is_weighted(settings: SecureSum, algorithm: Algorithm) -> bool:
 
 
 def names_of(cohort: Sequence[int]) -> Params:
-    """Return the client IDs of a cohort as a float32 tensor. It is exact for client IDs up to 2^24."""
+    """Return the client IDs of a cohort as a float32 tensor. The tensor is exact for client IDs up to 2^24."""
     return {"clients": torch.tensor(list(cohort), dtype=torch.float32)}
 
 
 def quantised(
     values: NDArray[np.float64], scale: float, rounding: str, coins: Callable[[], np.random.Generator]
 ) -> NDArray[np.int64]:
-    """Return ``values`` times ``scale``, rounded to integers, to which masks can be added.
+    """Return ``values`` times ``scale``, rounded to integers, so that masks can be added.
 
     ``coins``: a function that creates the random generator of stochastic rounding.
     """
@@ -107,7 +107,7 @@ class SecureRounds(Layer):
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer:
-        """Return the layer's code on clients, which rounds an update and adds masks."""
+        """Return the layer's code on clients. It rounds the numbers of an update to integers, and adds masks."""
         params = detached(trainable(model()).items())
         template = first_template(algorithm, params, experiment.local.personal)
         settings = experiment.aggregator
@@ -157,7 +157,7 @@ class SecureRounds(Layer):
         return self.inner.consult(server_round, ask) + Traffic(down, up)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
-        """Return the round's cohort, and store it: masks are agreed on among its clients."""
+        """Return the round's cohort, and store it, because the clients of the cohort agree on masks."""
         drawn = self.inner.cohort(server_round, coins)
         self.clients = tuple(drawn.clients.tolist())
         return drawn

@@ -1,4 +1,4 @@
-"""The settings of secure aggregation: the server learns the sum of the clients' updates, and no single update.
+"""The settings of secure aggregation: the server sees the sum of the clients' updates, but no single update.
 
 The arithmetic is in ``strategies.masking``, and the layer in ``strategies.secure_rounds``.
 """
@@ -23,19 +23,19 @@ class SecureSum(Settings):
     ``clipping_range`` / 2^``bits``. ``rounding``: "nearest" has an error of at most half a step per number.
     "stochastic" has an error of less than a step, and no bias. The unmasked sum is exactly the sum of the integers.
 
-    ``most_records``: with 0, all clients with records have the same weight. With a larger number, algorithms that
-    weight clients by records do so: a client sends its update times its number of records / ``most_records``. A client
-    with more records ends the run with an error.
+    ``most_records``: with 0, all clients with records have the same weight. With a larger number, clients are weighted
+    by records if the algorithm weights them so: a client sends its update times its number of records /
+    ``most_records``. A client with more records ends the run with an error.
 
     ``dropout``: the probability that a client drops out of a round after it agreed on masks. Then the other clients
-    send secret shares from which its masks are computed. ``threshold``: the share of a round's clients that must
-    answer. With fewer answers, or only one, the sum is not unmasked, and the model does not change.
+    send secret shares, from which the masks of this client are computed. ``threshold``: the share of a round's clients
+    that must answer. With fewer answers, or only one, the sum is not unmasked, and the model does not change.
 
     This is a simulation: the masks come from the run's seed, and all parties are one program, so nothing is hidden from
-    a reader of its memory. A sum by itself gives no privacy guarantee, so there is no epsilon; for an epsilon, take
-    distributed-dp. Bytes of keys and shares are those of a deployment with keys of 256 bits. The time for masks grows
-    with the square of the number of clients in a round. Messages before the first and after the last round have no
-    masks.
+    somebody who reads the program's memory. A sum by itself gives no privacy guarantee, so there is no epsilon; for an
+    epsilon, use the aggregator distributed-dp. Bytes of keys and shares are those of a deployment with keys of 256
+    bits. The time for masks grows with the square of the number of clients in a round. Messages before the first and
+    after the last round have no masks.
     """
 
     kind: Literal["secure-sum"] = "secure-sum"
@@ -68,7 +68,7 @@ class SecureSum(Settings):
         if not is_none(experiment.attack):
             raise ValueError(
                 f"attack {kind_of(experiment.attack)} {what}: attacks change single updates at the server, which sees "
-                "only masked numbers; leave one of the two out"
+                "only masked numbers; leave attack or aggregator out"
             )
         if not is_none(experiment.compress):
             raise ValueError(

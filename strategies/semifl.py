@@ -25,8 +25,8 @@ class SemiFL(PartlyLabelled):
     A client without labels predicts the class of each of its records with the received model, on weakly changed views
     of its images. Records with a probability of at least ``threshold`` get the predicted class as pseudo-label for the
     whole round. The client trains on strongly changed views of these records only. Each step also lowers a mixup loss:
-    each record is mixed with a random record of the client. The pseudo-label of that record may be less probable than
-    ``threshold``. The step's mixing share is drawn from Beta(``mixing``, ``mixing``). A client without a confident
+    each record is mixed with a random record of the client. The pseudo-label of the random record may be less probable
+    than ``threshold``. The step's mixing share is drawn from Beta(``mixing``, ``mixing``). A client without a confident
     record sends no change. Training never reads the true labels of these clients. The partition may read them to divide
     the records.
 
@@ -34,10 +34,11 @@ class SemiFL(PartlyLabelled):
     its own records, with the local settings of clients. Then the model is evaluated and sent.
 
     ``server_records``: the number of training records of the server, which no client holds; 0 means that the server has
-    no labels. They are drawn at random, whatever their labels. ``labelled_clients``: the number k of clients with
-    labels, which are the clients 0 to k-1. ``threshold``: the smallest probability of a pseudo-label. ``mixing``: the
-    parameter of the Beta distribution; 0 leaves the mixup loss out. ``unlabelled``: if false, clients without labels do
-    not train, which gives the lower bound from labelled records alone. ``augmentation``: the changes of views.
+    no labels. These records are drawn at random, whatever their labels. ``labelled_clients``: the number k of clients
+    with labels, which are the clients 0 to k-1. ``threshold``: the smallest probability of a pseudo-label. ``mixing``:
+    the parameter of the Beta distribution; 0 leaves the mixup loss out. ``unlabelled``: if false, clients without
+    labels do not train; the result is then a lower bound, from labelled records alone. ``augmentation``: the changes of
+    views.
 
     In the paper, only the server has labels, all confident clients have the same weight in the mean, and the local step
     has Nesterov momentum. Here the weight is the number of confident records. The paper's weak views are crops and
@@ -82,7 +83,7 @@ class SemiFL(PartlyLabelled):
 
 def _mixup(batch: Batch) -> torch.Tensor:
     """Return the mixup loss of each record, (n,): the cross-entropies with both labels, weighted by their shares."""
-    count = len(batch.labels)  # the trial of the stacked trainer has one record (see LossTerm)
+    count = len(batch.labels)  # the stacked trainer tries the loss on one record (see LossTerm)
     mixed, second, share = batch.data["mixed"][:count], batch.data["second"][:count], batch.data["share"]
     logits = batch.logits_of(batch.params, mixed)
     losses = [torch.nn.functional.cross_entropy(logits, one, reduction="none") for one in (batch.labels, second)]

@@ -24,8 +24,8 @@ class FedAvgM(Averaging):
     """v <- server_momentum v + Delta; x <- x + server_learning_rate v.
 
     x is the global model, Delta the mean update of the round, and v the server's momentum. ``server_learning_rate``:
-    learning rate of the server step; 1 with ``server_momentum`` 0 is FedAvg. ``server_momentum``: the factor of the
-    last round's v.
+    learning rate of the server step; with 1 and ``server_momentum`` 0 the method is FedAvg. ``server_momentum``: the
+    factor of the last round's v.
     """
 
     kind: Literal["fedavgm"] = "fedavgm"

@@ -67,6 +67,6 @@ class StepOnModels(Layer):
 
 
 def _layers(reply: Reply, server: ServerState) -> Params:
-    """Return the running statistics in a reply. They are no part of the algorithm's own payload, ``delta``."""
+    """Return the running statistics in a reply. These are not part of the algorithm's own payload, ``delta``."""
     sent = [values for group, values in reply.payloads.items() if group != "delta"]
     return {name: value for values in sent for name, value in values.items() if name in server.layers}

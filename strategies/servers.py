@@ -104,8 +104,8 @@ class _Asynchronous(Settings):
             )
         if experiment.local.batch_norm != "none":
             raise ValueError(
-                f"{chosen} cannot run with local.batch_norm={experiment.local.batch_norm}: running statistics are no "
-                "update that staleness could weight; take a model with nn.GroupNorm"
+                f"{chosen} cannot run with local.batch_norm={experiment.local.batch_norm}: running statistics "
+                "cannot be weighted by staleness; take a model with nn.GroupNorm"
             )
         if not is_none(experiment.compress) and experiment.compress.keeps_error:
             raise ValueError(
@@ -248,6 +248,6 @@ class FedBuff(_Asynchronous):
 
 def _without_clock(chosen: str) -> str:
     return (
-        f"{chosen} needs the durations of clients' work, which only devices simulate: set devices, for example "
-        "devices=log-normal, or leave it out"
+        f"{chosen} needs a virtual clock, which only the setting devices creates: set devices, for example "
+        f"devices=log-normal, or leave {chosen} out"
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fl_sim.store.run_directory import RoundRecord
 
 CHOSEN: Final = "chosen"
-"""Name of the payload that tells the client's choice: a vector with 1 for the chosen model and 0 for all others."""
+"""Name of the payload with the client's choice: a vector with 1 for the chosen model and 0 for all others."""
 
 
 def model_name(number: int) -> str:
@@ -36,7 +36,7 @@ def model_name(number: int) -> str:
 
 
 def delta_name(number: int) -> str:
-    """Return the name of the payload that holds the update of a model. Models are counted from 0."""
+    """Return the name of the payload with the update of a model. Models are counted from 0."""
     return f"delta-{number}"
 
 
@@ -91,8 +91,8 @@ def check_choices(algorithm: object, count: int, experiment: Choices) -> None:
         )
     if count > 1 and not is_none(experiment.compress):
         raise ValueError(
-            f"{what} with compress {kind_of(experiment.compress)}: clients send the update of the model that they "
-            "chose in a form of its own; leave compress out"
+            f"{what} with compress {kind_of(experiment.compress)}: clients send only the chosen model's update, in a "
+            "special format that compress does not read; leave compress out"
         )
     if count > 1 and (norms := experiment.local.batch_norm) != "none":
         raise ValueError(
@@ -149,7 +149,7 @@ class OneUpdate(SeveralModels):
         if size < count:
             said.append(
                 f"algorithm.num_models={count} is more than the {size:g} clients of a round: in every round some "
-                "models are trained by nobody; take a larger cohort, or fewer models"
+                "models are trained by no client; take a larger cohort, or fewer models"
             )
         if not experiment.evaluate.measures_clients:
             said.append(
@@ -160,7 +160,7 @@ class OneUpdate(SeveralModels):
 
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
-        """Raise UserError if a stage trains the evaluated model at the server, which is one of several models."""
+        """Raise UserError if a stage trains the evaluated model at the server: it is only one of several models."""
         if beginning.whole:
             raise UserError(
                 f"algorithm {kind_of(experiment.algorithm)} has several models, and {beginning.whole[0]} trains one at "
@@ -200,7 +200,7 @@ class ClientOneUpdate(ClientLayer):
     num_models: int
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
-        """Return the message with one update only, that of the chosen model, under the first model's name.
+        """Return the message with only the chosen model's update, under the name of the first model's update.
 
         The payloads of all other models are empty.
         """
@@ -213,7 +213,7 @@ class ClientOneUpdate(ClientLayer):
         return replace(update, payloads=payloads, packed={**update.packed, **packed})
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
-        """Return the payload size of each model: that of one update for the first model, 0 for all other models."""
+        """Return the payload size of each model: the size of one update for the first model, 0 for all others."""
         del model
         size = flattened(template[delta_name(0)]).flat.numel()
         return {delta_name(j): Size(size if j == 0 else 0) for j in range(self.num_models)}

@@ -21,8 +21,8 @@ class SignGuard(Robust):
     For the signs, the rule draws some coordinates by the run's seed. For each update it computes the shares of
     positive, zero and negative values at these coordinates. Mean shift (scikit-learn, bandwidth of quantile 0.5, as in
     the authors' program) clusters these triples. The updates of the largest cluster have usual signs. If no update has
-    a usual norm and usual signs, all updates with usual norms are taken. More than half of the clients must be honest.
-    No privacy guarantee.
+    a usual norm and usual signs, the mean is over all updates with usual norms. More than half of the clients must be
+    honest. No privacy guarantee.
 
     A norm is usual from ``lowest`` to ``highest`` times the median norm. ``coordinate_share``: the share of the
     coordinates that are drawn.
@@ -57,7 +57,7 @@ def _in_largest_cluster(points: NDArray[np.float64]) -> NDArray[np.bool_]:
     from sklearn.cluster import MeanShift, estimate_bandwidth  # noqa: PLC0415 (a second to import)
 
     if not (bandwidth := estimate_bandwidth(points, quantile=0.5)):
-        return np.ones(len(points), dtype=bool)  # bandwidth 0 (one point, or half of the points are equal): take all
+        return np.ones(len(points), dtype=bool)  # bandwidth 0 (one point, or half of the points are equal): use all
     labels = MeanShift(bandwidth=bandwidth).fit(points).labels_
     largest: NDArray[np.bool_] = labels == np.bincount(labels).argmax()
     return largest

@@ -76,7 +76,7 @@ class MeanOfHolders(Layer):
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
         """Return the mean update of each parameter entry, and 0 for an entry that no client of the cohort has.
 
-        If all clients have the whole model, this is the mean of the aggregator.
+        If all clients have the whole model, the result is the aggregator's mean.
         """
         parts = cast("PartsOfModel", algorithm)
         sizes = {one.client: parts.size_of(one.client, server) for one in cohort.replies}

@@ -16,10 +16,10 @@ class TERM(SendingLoss):
     """FedAvg with client weights in proportion to n_i exp(t F_i), as in the gradient of (1/t) log sum_i p_i exp(t F_i).
 
     F_i is the loss of the received model on all n_i training records of client i, and p_i = n_i / n. ``t``: the tilt.
-    For large t only the client with the largest loss has weight, as in agnostic federated learning. 0 is FedAvg. With a
-    negative t a high loss means less weight. A larger t needs a smaller learning rate. Otherwise each round fits the
-    model to the client with the largest loss, this client changes from round to round, and the model does not converge.
-    The server sees every F_i.
+    For large t only the client with the largest loss has weight, as in agnostic federated learning. With t = 0 the
+    method is FedAvg. With a negative t a high loss means less weight. A larger t needs a smaller learning rate.
+    Otherwise each round fits the model to the client with the largest loss, this client changes from round to round,
+    and the model does not converge. The server sees every F_i.
     """
 
     kind: Literal["term"] = "term"

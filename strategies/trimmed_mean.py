@@ -30,7 +30,7 @@ class TrimmedMean(Robust):
         """Return one sentence for each setting that has no effect in this experiment."""
         if self.trim and cohort_size(experiment) > 2:
             return []
-        return [off(f"aggregator.trim={self.trim:g}", "nothing is cut off, and every client counts the same")]
+        return [off(f"aggregator.trim={self.trim:g}", "nothing is cut off, and all clients have the same weight")]
 
     def of_rows(self, rows: torch.Tensor, cohort: Cohort, weighting: Weighting) -> torch.Tensor:
         """Return the trimmed mean of every coordinate of the updates ``rows``, shape (n, d)."""

@@ -99,7 +99,7 @@ class Tstr(Settings):
     def note(self) -> str:
         """Return the note below result tables: one sentence on how the accuracy is measured."""
         return (
-            "TSTR: classifiers train on the clients' synthetic records alone, at the server, and the one that does "
-            f"best on the {100 * self.holdout:g} % of synthetic records held out is tested on the real test records; "
-            "there are no rounds."
+            "TSTR: classifiers train on the clients' synthetic records alone, at the server, and the classifier "
+            f"with the best accuracy on held-out synthetic records ({100 * self.holdout:g} %) is tested on the real "
+            "test records; there are no rounds."
         )

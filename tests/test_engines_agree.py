@@ -308,7 +308,7 @@ def test_precision_is_said_and_changes_the_numbers_a_little(tmp_path: Path) -> N
     assert distance(weights(tmp_path / "float32"), weights(tmp_path / "bfloat16")) > 0
     assert results["bfloat16"]["final_accuracy"] == pytest.approx(results["float32"]["final_accuracy"], abs=0.1)
     alone = experiment_from(base | {"engine": "inprocess", "local": base["local"] | {"precision": "tf32"}})
-    with pytest.raises(UserError, match="precision=tf32 changes nothing on a CPU"):
+    with pytest.raises(UserError, match="precision=tf32 has no effect on a CPU"):
         run(alone, tmp_path / "alone")
 
 

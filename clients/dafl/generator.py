@@ -36,9 +36,9 @@ class PrivateRecords:
 
 @dataclass(frozen=True)
 class GeneratorBill:
-    """The privacy cost (bill) of a client's synthetic records: that of ``steps`` executions of one mechanism.
+    """The privacy cost (bill) of a client's synthetic records, made by ``steps`` executions of one mechanism.
 
-    ``event``: the mechanism, as an event for the privacy accountant. The cost is computed only from public numbers.
+    ``event``: the mechanism, as an event for the privacy accountant. The cost depends only on public numbers.
     ``noise_multiplier``: the standard deviation of the noise on a sum, divided by the clipping norm of one record; 0
     means no protection (epsilon inf). ``refused``: empty, or the reason why the privacy budget allows no useful
     synthetic records. After a refusal, no synthetic records are made, and there is no privacy cost.
@@ -96,8 +96,8 @@ class Generator(Protocol):
 
         ``counts``: the number of synthetic records of each class, (num_classes,). These numbers are already
         differentially private. A class with the number 0 gets no synthetic records. ``noise``: the secret random
-        source. It gives the noise on every computation on ``records``, with the noise multiplier of ``bill``, and the
-        masks that sample records. ``generator``: the source of random numbers that need no secrecy (initial weights,
+        source. It determines the noise on every computation on ``records`` (with the noise multiplier of ``bill``), and
+        the sampling of records. ``generator``: the source of random numbers that need no secrecy (initial weights,
         latent vectors). Raises RunError if trained weights are not finite.
         """
         ...

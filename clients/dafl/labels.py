@@ -1,7 +1,7 @@
 """Private label selection (PLS): a client privately selects its number of synthetic records of each class.
 
-The method is that of Tang, Wang, Liu 2023. A class k with n_k records on the client gets about gamma n_k synthetic
-records (gamma is a setting, such as 0.05). Two mechanisms are available for this selection.
+The method was published by Tang, Wang, Liu 2023. A class k with n_k records on the client gets about gamma n_k
+synthetic records (gamma is a setting, such as 0.05). Two mechanisms are available for this selection.
 
 Exponential mechanism (McSherry, Talwar 2007): the selected number is r in {0..R}, where R is public. The probability of
 r is proportional to exp(epsilon u(r) / (2 gamma)), with the score u(r) = -|r - gamma n_k|. One record changes the score

@@ -13,7 +13,7 @@ differences between the pair's counts and the expected counts of independent col
 from noisy counts that are already released, so they do not change. One count of the pair changes by 1. So the score
 changes by at most 1.
 
-The estimator is that of McKenna, Sheldon, Miklau (2019, "Graphical-model based estimation and inference for
+The estimator was published by McKenna, Sheldon, Miklau (2019, "Graphical-model based estimation and inference for
 differential privacy", the package mbi). Mirror descent finds consistent marginals with the least squared distance to
 the noisy marginals, weighted by the noise. The model is the distribution of largest entropy with these marginals. On a
 forest, the marginals of a model are computed by one pass to the roots and one pass back.
@@ -40,7 +40,7 @@ from fl_sim.types import Column
 
 Edge: TypeAlias = tuple[int, int]
 
-# the noise is multiplied by this factor: despite float rounding, it is then at least as large as the bill assumes
+# a factor that enlarges the noise, so that the rounded noise is at least as large as the bill assumes
 _UP: Final = 1 + 2.0**-50
 _STEPS: Final = 1000  # the number of steps of mirror descent
 # factors of mirror descent's learning rate: _GROWTH after a step that does not raise the loss, _CUT after a step that
@@ -53,8 +53,9 @@ class Marginals(Settings):
 
     ``columns_share``: the share of the budget for the counts of single columns; budgets are in zero-concentrated
     differential privacy (zCDP). ``pairs_share``: the share for the selection of pairs. The remaining budget is for the
-    counts of pairs. The published method takes a third for each. ``cells``: the number of equal intervals into which
-    the range 0 to 1 of a number is divided, if the data set does not describe its columns.
+    counts of pairs. The published method uses a third of the budget for each of these three computations. ``cells``:
+    the number of equal intervals into which the range 0 to 1 of a number is divided, if the data set does not describe
+    its columns.
     """
 
     kind: Literal["marginals"] = "marginals"
@@ -66,17 +67,17 @@ class Marginals(Settings):
         """Raise UserError for images: this generator makes only table records."""
         if len(shape) != 1:
             raise UserError(
-                f"preprocess.generator marginals is for tables, and these records are images of shape {shape}: take "
+                f"preprocess.generator marginals is for tables, and these records are images of shape {shape}: set "
                 "preprocess.generator=dp-cgan or mean-embedding"
             )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
         """Return the zCDP cost of the three private computations (see the module's docstring): rho = 1 / (2 z^2).
 
-        Noisy counts with the noise multiplier z cost this rho. An exponential mechanism of epsilon costs epsilon^2 / 8
-        (Cesar, Rogers 2021). The costs add up, even if each computation depends on the earlier results (Bun, Steinke
-        2016, lemma 2.3). No synthetic records are made if the noise on the count of a single cell exceeds the number of
-        all records; the bill's ``refused`` is the reason.
+        Noisy counts with the noise multiplier z cost this rho. An exponential mechanism with the parameter epsilon
+        costs epsilon^2 / 8 (Cesar, Rogers 2021). The costs add up, even if each computation depends on the earlier
+        results (Bun, Steinke 2016, lemma 2.3). No synthetic records are made if the noise on the count of a single cell
+        exceeds the number of all records; the bill's ``refused`` is the reason.
         """
         # dp_accounting loads slowly, and most runs need no generator.
         from dp_accounting import dp_event  # noqa: PLC0415
@@ -154,8 +155,8 @@ def chosen_pairs(table: CellTable, ones: Sequence[Array], std: float, epsilon: f
     Each edge is (parent, child), and a parent comes before its children. ``ones``: the noisy counts of single columns.
     ``epsilon``: the privacy cost of each selection; inf selects the best pair every time. ``std``: the standard
     deviation of the later noise on a pair's counts. The score of a pair is the dependence of its columns (see
-    ``score``), minus the expected contribution of this noise (McKenna et al. 2022, "AIM"). Each selection may also
-    choose to stop, with the score 0.
+    ``score``), minus the expected contribution of this noise (McKenna et al. 2022, "AIM"). In each selection, the
+    decision to stop is one more candidate, with the score 0.
     """
     columns = len(table.sizes)
     pairs = [(left, right) for left in range(columns) for right in range(left + 1, columns)]
@@ -428,7 +429,7 @@ def _combine_tables(
 def _systematic_sample(weights: Array, number: int, generator: np.random.Generator) -> NDArray[np.int64]:
     """Draw ``number`` cell indices by systematic sampling, and return them in random order.
 
-    A cell with the fraction p of all ``weights`` occurs p ``number`` times, rounded up or down at random.
+    A cell with the fraction p of all ``weights`` occurs p times ``number`` times, rounded up or down at random.
     """
     total = weights.sum()
     ends = np.cumsum(weights) / total if total > 0 else np.arange(1, len(weights) + 1) / len(weights)

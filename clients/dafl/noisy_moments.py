@@ -30,7 +30,7 @@ LONGEST: Final = math.sqrt(2)
 
 The outer product uu' is stored as its upper triangle, in a form that preserves norms."""
 
-# the noise is multiplied by this factor: despite float rounding, it is then at least as large as the bill assumes
+# a factor that enlarges the noise, so that the rounded noise is at least as large as the bill assumes
 _UP: Final = 1 + 2.0**-50
 _COUNT: Final = (
     0.25  # the weight of the record count in the first noisy sums of images; the largest record norm has weight 1
@@ -63,14 +63,14 @@ class Gaussian(Settings):
         if len(shape) != 1:
             raise UserError(
                 f"preprocess.generator gaussian makes vectors, and these records are images of shape {shape}: set "
-                "features=scattering, or take preprocess.generator=dp-cgan or mean-embedding"
+                "features=scattering, or preprocess.generator=dp-cgan or mean-embedding"
             )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> GeneratorBill:
         """Return the privacy cost of the noisy centres and the noisy second moments together.
 
-        The noise is the least that (epsilon, delta) allows. No synthetic records are made if the noise on each number
-        of the mean of all records would be as large as ``radius``; the bill's ``refused`` is the reason.
+        The noise is the least that (epsilon, delta) allows. No synthetic records are made if the noise on each
+        coordinate of the mean of all records would be as large as ``radius``; the bill's ``refused`` is the reason.
         """
         del num_classes
         return _joint_bill(
@@ -88,8 +88,8 @@ class Gaussian(Settings):
         """Return synthetic vectors, shape (sum of counts, numbers per record), in [-1, 1].
 
         ``generator`` draws the vectors from the distribution with the noisy moments. The client's exact number of
-        records of a class must stay secret. The function estimates it: the class's fraction of ``counts`` times the
-        public number of all records.
+        records of a class must stay secret. The function estimates this number as the class's fraction of ``counts``
+        times the public number of all records.
         """
         vectors = records.inputs.numpy().astype(np.float64) / self.clipping_norm
         labels, size = records.labels.numpy(), vectors.shape[1]
@@ -122,9 +122,9 @@ class MeanEmbedding(Settings):
     ``frequencies``: the number d of lowest frequencies that represent a record. ``mean_share``: the share of the budget
     for number of records, mean and spread. (The budget is 1 / z^2, with the noise multiplier z.) ``whitening``: the
     scaling of frequencies before clipping; 0 leaves them unchanged, 1 scales all to the same public variance.
-    ``radius``: the clipping norm of records for the second moments; 1 is the class's root mean square distance from the
-    mean. ``warp``: the strength of random warps of drawn images; 1 means rotation by up to 10 degrees, scaling by up to
-    a tenth, and shifts by up to a twentieth of a side. Warped images improve classifiers of digits, and impair
+    ``radius``: the clipping norm of records for the second moments, in units of the class's root mean square distance
+    from the mean. ``warp``: the strength of random warps of drawn images; 1 means rotation by up to 10 degrees, scaling
+    by up to a tenth, and shifts by up to a twentieth of a side. Warped images improve classifiers of digits, and impair
     classifiers of clothes.
     """
 
@@ -139,7 +139,7 @@ class MeanEmbedding(Settings):
         """Raise UserError for records that are not images: columns of a table, unlike pixels, have no neighbours."""
         if len(shape) != 3:
             raise UserError(
-                f"preprocess.generator mean-embedding makes images, and these records have shape {shape}: take "
+                f"preprocess.generator mean-embedding makes images, and these records have shape {shape}: set "
                 "preprocess.generator=marginals, or dp-cgan"
             )
 
@@ -291,7 +291,7 @@ def clipped(rows: Array, clipping_norm: float) -> Array:
 
 
 def drawn_as_one(number: int, root: Array, generator: np.random.Generator) -> Array:
-    """Return ``number`` draws from the normal distribution N(0, ``root`` root'), shifted to the sample mean 0.
+    """Return ``number`` draws from the normal distribution N(0, ``root`` root'), shifted to sample mean 0.
 
     The result has the shape (number, d).
 
@@ -314,7 +314,8 @@ def without_noise(values: Array, std: float) -> Array:
     ``values``: the eigenvalues of the noisy matrix, (d,). ``std``: the standard deviation of the eigenvalues of the
     noise matrix.
     """
-    # The kernel below averages over neighbouring eigenvalues. This width covers a suitable number of them.
+    # The kernel below averages over neighbouring eigenvalues. With this width, the average is over a suitable number of
+    # eigenvalues.
     width = 2 * std / math.sqrt(len(values))
     apart = values[:, None] - values
     cleaned: Array = values - 2 * std**2 * (apart / (apart**2 + width**2)).mean(axis=1)
@@ -326,10 +327,10 @@ def _joint_bill(
 ) -> GeneratorBill:
     """Return the privacy cost of two Gaussian mechanisms, as the cost of a single one with the noise multiplier z.
 
-    Two mechanisms with the noise multipliers z_1 and z_2 cost the same as one with z^-2 = z_1^-2 + z_2^-2. This is true
-    even if the second mechanism depends on the result of the first (Dong, Roth, Su 2022, corollary 3.3). ``fewest``: a
-    function from z to the least number of records with which the noise does not hide the mean. ``mean``: the name of
-    this mean in error messages.
+    Two mechanisms with the noise multipliers z_1 and z_2 cost the same as one mechanism with z^-2 = z_1^-2 + z_2^-2.
+    This is true even if the second mechanism depends on the result of the first (Dong, Roth, Su 2022, corollary 3.3).
+    ``fewest``: a function from z to the least number of records with which the noise does not hide the mean. ``mean``:
+    the name of this mean in error messages.
     """
     from dp_accounting import dp_event  # noqa: PLC0415 (loads slowly, and most runs need no generator)
 

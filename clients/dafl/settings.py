@@ -72,7 +72,7 @@ class DaFl(Settings):
         )
         if any(one.server_epochs for one in chosen):
             epochs = values([one.server_epochs for one in chosen])
-            line += f" Epochs the server trains the first model on the pool: {epochs}."
+            line += f" The server trains the first model on the pool for {epochs} epoch{'' if epochs == '1' else 's'}."
         return [line]
 
     def check(self, experiment: Choices) -> None:
@@ -86,7 +86,7 @@ class DaFl(Settings):
         if self.client_gammas and len(self.client_gammas) != experiment.clients:
             raise ValueError(
                 f"preprocess.client_gammas has {len(self.client_gammas)} values for {experiment.clients} clients: "
-                "give one value for each client, or preprocess.gamma for all"
+                "give one value for each client, or set preprocess.gamma for all clients"
             )
 
     def check_data(self, dataset: Dataset, features: str) -> None:
@@ -102,7 +102,7 @@ class DaFl(Settings):
         elif isinstance(self.generator, Marginals):
             raise UserError(
                 f"preprocess.generator marginals is for tables, and features={features} gives records of "
-                f"{dataset.input_shape[0]} features that are no table columns: take preprocess.generator=gaussian"
+                f"{dataset.input_shape[0]} features that are no table columns: set preprocess.generator=gaussian"
             )
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
@@ -120,7 +120,7 @@ class DaFl(Settings):
         if refused:
             raise UserError(
                 f"preprocess.epsilon={self.epsilon:g} lets no client release a synthetic record (for the largest "
-                f"client, {refused}): take a larger epsilon, fewer clients, or preprocess=none"
+                f"client, {refused}): set a larger epsilon, fewer clients, or preprocess=none"
             )
 
     def labels_epsilon(self, num_classes: int) -> float | None:

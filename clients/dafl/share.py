@@ -1,13 +1,13 @@
 """DA-FL on one client: the client makes its share of the pool, which is its set of synthetic records.
 
-The method is that of Tang, Wang, Liu 2023. Private label selection (PLS) determines the number of synthetic records of
-each class. The private generator makes the records. The privacy unit is one record, which is added or removed. Three
-things are public: the number of records of a client, gamma, and the range of the selected numbers. Before the records
-are made, the privacy costs of label selection and generator are written into the client's privacy ledger. A private
-folder of the client stores the noise key (the secret seed of the noise). If a run is killed and resumed, it makes the
-same synthetic records again with this key, at no further privacy cost. Later the folder stores the finished share. The
-privacy ledger is in another place, and remains when the folder is deleted. It contains the privacy costs of everything
-that was published about the client's records.
+The method was published by Tang, Wang, Liu 2023. Private label selection (PLS) determines the number of synthetic
+records of each class. The private generator makes the records. The privacy unit is one record, which is added or
+removed. Three things are public: the number of records of a client, gamma, and the range of the selected numbers.
+Before the records are made, the privacy costs of label selection and generator are written into the client's privacy
+ledger. A private folder of the client stores the noise key (the secret seed of the noise). If a run is killed and
+resumed, it makes the same synthetic records again with this key, at no further privacy cost. Later the folder stores
+the finished share. The privacy ledger is in another place, and remains when the folder is deleted. It contains the
+privacy costs of everything that was published about the client's records.
 """
 
 import json

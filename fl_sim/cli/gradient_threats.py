@@ -107,23 +107,24 @@ def _say_inversion(facts: dict[str, Any]) -> None:
         whose = groupby(facts["exact_records"], key=itemgetter(0))
         said = [f"client {client}: {', '.join(str(number) for _, number in some)}" for client, some in whose]
         more = f"; and of {len(said) - _SHOWN} more clients" if len(said) > _SHOWN else ""
-        say(f"exact records, by their places among the client's records from 0: {'; '.join(said[:_SHOWN])}{more}")
+        head = "indices (from 0, among the client's own records) of the exactly reconstructed records"
+        say(f"{head}: {'; '.join(said[:_SHOWN])}{more}")
     if facts["method"] == "optimise":
         ratios = ", ".join("exact" if one is None else f"{one:.1f}" for one in facts["psnr"])
         guess = facts["median_psnr_of_mean_record"]
-        say(f"PSNR of each record in dB: {ratios} (the mean of the test records in place of each: median {guess:.1f})")
+        say(f"PSNR of each record in dB: {ratios} (median {guess:.1f} for the mean test record as the guess)")
     if traced := facts.get("recognised"):
         low, high = traced["interval"]
         say(
-            f"the record behind a gradient is recognised among {traced['candidates']} in {_percent(traced['rate'])} "
+            f"a gradient's record is recognised among {traced['candidates']} candidates in {_percent(traced['rate'])} "
             f"[{100 * low:.1f}, {100 * high:.1f}] of {traced['draws']:,} draws of the noise (chance: "
             f"{_percent(1 / traced['candidates'])}); the noise of one step allows at most "
             f"{_percent(traced['most_by_one_step'])} if the batch is known"
         )
         if traced["most_by_epsilon"] is not None:
             say(
-                f"by everything that the run publishes, with unknown batches: at most "
-                f"{_percent(traced['most_by_epsilon'])}, by its epsilon"
+                "an attacker who sees all outputs of the run, but does not know the batches, is right in at most "
+                f"{_percent(traced['most_by_epsilon'])} of all cases (this follows from the run's epsilon)"
             )
     if "picture" in facts:
         say(f"records and reconstructions: {facts['picture']}")
@@ -158,7 +159,7 @@ def show_labels(run: Path, clients: int, at: str, data_root: Path | None, *, jso
         return
     for what, some in (("the gradient of one batch", batches), ("the update of a round", updates)):
         if not some:
-            say(f"labels in {what}: unknown, as no such gradient of SGD leaves a client of this run")
+            say(f"labels in {what}: unknown, because no client of this run sends gradients of SGD in this form")
             continue
         say(f"labels in {what} (true counts by class, then the estimate):")
         for one in some[:_SHOWN]:
@@ -166,9 +167,9 @@ def show_labels(run: Path, clients: int, at: str, data_root: Path | None, *, jso
             say(f"  {'estimate':12} {_row(one.estimated)}")
         told = _labels_facts(some)
         say(
-            f"  {told['clients']} clients: mean absolute error {told['error']:.2f} records per class; by the class "
-            f"shares of all records {told['error_of_guess']:.2f}; {_percent(told['right'])} of the labels are right "
-            f"(by class shares {_percent(told['right_by_guess'])})"
+            f"  {told['clients']} clients: mean absolute error {told['error']:.2f} records per class "
+            f"({told['error_of_guess']:.2f} for a guess by all records' class shares); {_percent(told['right'])} "
+            f"of the labels are right ({_percent(told['right_by_guess'])} for this guess)"
         )
     say_privacy(finished.privacy)
 

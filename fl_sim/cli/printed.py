@@ -28,7 +28,7 @@ _MOST_NAMED: Final = 6
 """Largest number of kinds of work, such as a minibatch step, in a line. ``--json`` lists all."""
 
 _ROUGH: Final = (
-    "There was not enough time for PLD accounting: some of these epsilons are by the RDP accountant alone, and the "
+    "There was not enough time for PLD accounting: some of these epsilons were computed by RDP alone, and the "
     "runs will state the same or smaller epsilons ('fl-sim privacy' computes one epsilon by both accountants)."
 )
 
@@ -39,7 +39,7 @@ class PlanReport:
 
     ``jobs``: the number of parallel runs. ``bills``: the total privacy cost of all runs for each data set and privacy
     unit (client or record). ``watch``: the measured times; None if no time was measured. ``is_rough``: True if any
-    epsilon in ``bills`` was computed by the RDP accountant alone, without the tighter PLD accountant.
+    epsilon in ``bills`` was computed only by RDP, without the tighter PLD accountant.
     """
 
     runs: Sequence[Forecast]

@@ -221,7 +221,7 @@ def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_ou
     if not found.read and not found.problems:
         raise UserError(
             f"no run in {', '.join(map(str, directories))}: give a directory that 'fl-sim run --out' or 'fl-sim table "
-            "--out' wrote, or one that holds such directories"
+            "--out' wrote, or a folder with such directories"
         )
     for problem in found.problems:
         say(f"warning: {problem.path}: {problem.error}", err=True)

@@ -203,7 +203,7 @@ def show_plan(
 
 
 def show_settings(name: str | None, *, json_output: bool) -> None:
-    """Print the documentation of ``name``: a setting, a group of settings, or a value with settings of its own.
+    """Print the documentation of ``name``: a setting, a group of settings, or a value that has further settings.
 
     For example, the value ``fedprox`` of the setting ``algorithm`` has the setting ``algorithm.mu``. If ``name`` is
     None, print the documentation of the most common settings.
@@ -220,7 +220,7 @@ def show_settings(name: str | None, *, json_output: bool) -> None:
     for group in chosen:
         say("\n".join([*_lines_of(group, width), ""]))
     if name is None:
-        say("Further: 'fl-sim settings NAME', where NAME is a setting, the start of one, or a kind, such as")
+        say("Further: 'fl-sim settings NAME', where NAME is a setting, the first part of its name, or a kind, such as")
         say("local.schedule, preprocess, scaffold or poisson.")
 
 
@@ -282,7 +282,7 @@ def _print_result(result: Mapping[str, Any], out: Path) -> None:
     for statement in result["privacy"]:
         say(f"privacy of a {statement['unit']}: {statement['guarantee']}")
         if statement["unit"] == "client":
-            say(f"  who takes part: {statement['sampling']}")
+            say(f"  sampling: {statement['sampling']}")
         say(f"  covers: {statement['covers']}")
         say(f"  does not cover: {statement['does_not_cover']}")
     say(f"results in {out}")
@@ -305,9 +305,9 @@ def _preprocessing(made: Mapping[str, Any], *, is_drawn: bool) -> str:
 
 def _calibration(made: Mapping[str, Any]) -> str:
     if "accuracy_after" not in made:
-        return f"{made['kind']}: not done, because the run ended before"
+        return f"{made['kind']}: not done, because the run ended early"
     skipped = ", ".join(map(str, made["classes_skipped"]))
-    left_out = f"; left out, for too few records: class {skipped}" if skipped else ""
+    left_out = f"; without classes that have too few records: {skipped}" if skipped else ""
     return (
         f"{made['kind']}: accuracy {_percent(made['accuracy_before'])} before the head was trained again, "
         f"{_percent(made['accuracy_after'])} after{left_out}"
@@ -317,7 +317,7 @@ def _calibration(made: Mapping[str, Any]) -> str:
 def _votes(facts: Mapping[str, Any]) -> str:
     return (
         f"{facts['teachers']} teachers answered {facts['queries_answered']} of {facts['queries_asked']} queries about "
-        f"{facts['public_records']} public records; right noisy labels: {_percent(facts['label_accuracy'])}; student "
+        f"{facts['public_records']} public records; correct noisy labels: {_percent(facts['label_accuracy'])}; student "
         f"{facts['student']}, evaluated on {facts['evaluation_records']} other records"
     )
 

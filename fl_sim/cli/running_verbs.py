@@ -30,11 +30,11 @@ AnyDataRoot = Annotated[Path | None, typer.Option(help="Directory to search firs
 Budget = Annotated[
     float | None, typer.Option(metavar="HOURS", help="Stop within this time, with a partial table (exit code 3).")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Run nothing: show the runs and their time, as 'fl-sim plan'.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the runs and their time, as 'fl-sim plan' does.")]
 Track = Annotated[
     str,
     typer.Option(
-        metavar="NAMES", help="Also send every round to tensorboard, mlflow, wandb, trackio, or your own MODULE:NAME."
+        metavar="NAMES", help="Also send every round to tensorboard, mlflow, wandb, trackio, or to your MODULE:NAME."
     ),
 ]
 Stale = Annotated[
@@ -50,8 +50,8 @@ def run(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for the results (default: results/NAME, after the settings). An unfinished run is resumed, "
-            "a finished one extended by further rounds."
+            help="Directory for the results (default: results/NAME, named by the settings). An unfinished run is "
+            "resumed, a finished run is extended by further rounds."
         ),
     ] = None,
     data_root: DataRoot = None,
@@ -76,8 +76,8 @@ def run(
     evaluate.fine_tune_epochs, evaluate.held_out_clients, evaluate.count_noise, evaluate.metrics, seed, partition_seed,
     model_seed, sampling_seed, forgotten, keep_every, left_out, device, engine, round_timeout, aggregator, attack,
     calibrate, compress, preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels,
-    preprocess.train_on, preprocess.server_epochs, devices, server, server.deadline, server.late.
-    'fl-sim settings' explains each, and 'fl-sim settings fedprox' the parameters of a kind.
+    preprocess.train_on, preprocess.server_epochs, devices, server, server.deadline, server.late. 'fl-sim settings'
+    explains the settings. 'fl-sim settings fedprox' explains the parameters of the kind fedprox.
 
     For example:
 
@@ -192,7 +192,7 @@ def sweep(  # noqa: PLR0913 (one parameter per option)
 def plan(
     arguments: ArgumentList = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory of the results (default: that of 'fl-sim run' or 'fl-sim table').")
+        Path | None, typer.Option(help="Directory of the results (default: as for 'fl-sim run' or 'fl-sim table').")
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Number of parallel runs of a table (default: one per core).")

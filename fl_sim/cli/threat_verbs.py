@@ -41,13 +41,13 @@ def unlearn(  # noqa: PLR0913 (one parameter per option)
     ] = None,
     radius: Annotated[
         float | None,
-        typer.Option(min=0, help="gradient-ascent: radius / distance to random models (default: 1/3)."),
+        typer.Option(min=0, help="gradient-ascent: radius of the ball / distance to random models (default: 1/3)."),
     ] = None,
     rounds: Annotated[
         int | None, typer.Option(min=0, help="gradient-ascent: rounds of the other clients afterwards (default: 3).")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory of the new model (default: RUN-without-CLIENT, RUN-METHOD-CLIENT).")
+        Path | None, typer.Option(help="Directory of the new model (default: RUN-without-CLIENT or RUN-METHOD-CLIENT).")
     ] = None,
     data_root: DataRoot = None,
     json_output: AsJson = False,
@@ -115,7 +115,7 @@ def attack_membership(
     run: RunDirectory,
     *,
     method: Annotated[
-        Literal["loss", "lira"], typer.Option(help="A threshold of the loss, or LiRA, which trains shadow runs.")
+        Literal["loss", "lira"], typer.Option(help="loss: a threshold of the loss; lira: LiRA, with shadow runs.")
     ] = "loss",
     shadows: Annotated[int, typer.Option(help="LiRA: the number of shadow runs, at least 8.")] = 16,
     data_root: DataRoot = None,
@@ -208,7 +208,7 @@ def attack_inversion(  # noqa: PLR0913 (one parameter per option)
 def attack_labels(
     run: RunDirectory,
     *,
-    clients: Annotated[int, typer.Option(min=1, help="Clients to attack, the first ones with records.")] = 20,
+    clients: Annotated[int, typer.Option(min=1, help="Number of attacked clients (the first with records).")] = 20,
     model: AttackedModel = "final",
     data_root: DataRoot = None,
     json_output: AsJson = False,

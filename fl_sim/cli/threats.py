@@ -101,7 +101,7 @@ def _show_approximation(
             f"before: {made['distance_before']:.3g}"
         )
     else:
-        say(f"distance to the model retrained without client {client}: unknown, as {exact} does not hold it")
+        say(f"distance to the model retrained without client {client}: unknown, as {exact} does not contain it")
     say(f"{name} is an approximation without any guarantee that the records are forgotten: {made['out']}")
     say(f"{made['run']} still holds the model that was trained on these records: delete it if they must be forgotten")
 
@@ -214,8 +214,8 @@ def show_lira(run: Path, shadows: int, data_root: Path | None, *, json_output: b
 def _measured(members: Judged, others: Judged) -> dict[str, Any]:
     """Return the measures of a membership attack as JSON values, such as the area under its ROC curve.
 
-    ``members``: losses and accuracy of the model on training records of the run. ``others``: its losses and accuracy on
-    records that the run did not use.
+    ``members``: losses and accuracy of the model on training records of the run. ``others``: the model's losses and
+    accuracy on records that the run did not use.
     """
     from fl_sim.threats.membership import area_by_loss  # noqa: PLC0415 (slow, only here)
 
@@ -270,11 +270,11 @@ def show_canaries(run: Path, data_root: Path | None, *, json_output: bool) -> No
         return
     say(
         f"{found.correct:,} of {found.guesses:,} guesses about {found.canaries:,} records are right: at delta "
-        f"{found.delta:g}, epsilon is at least {found.epsilon_lower_bound:.2f} with 95 % confidence (with all guesses "
-        f"right, at least {found.limit:.2f})"
+        f"{found.delta:g}, epsilon is at least {found.epsilon_lower_bound:.2f} with 95 % confidence (the largest "
+        f"bound that this audit can prove: {found.limit:.2f})"
     )
     if found.claimed is None:
-        say("the run claims no epsilon for a record of the model")
+        say("the run claims no epsilon for a training record of its model")
     else:
         verdict = "REFUTED" if found.epsilon_lower_bound > found.claimed else "not refuted"
         say(f"the run claims epsilon {found.claimed:.3g} for a record: {verdict}")
@@ -308,7 +308,7 @@ def show_crafted(run: Path, runs: int, data_root: Path | None, *, json_output: b
     )
     say(
         f"at delta {found.delta:g}, epsilon is at least {found.epsilon_lower_bound:.2f} with 95 % confidence (from "
-        f"guesses in all audit runs together: {found.one_run:.2f}); estimate without confidence {found.estimate:.2f}"
+        f"guesses in all audit runs together: {found.one_run:.2f}); point estimate {found.estimate:.2f}"
     )
     say(
         f"the run claims epsilon {found.claimed:.3g} for a record: {verdict}; lower bound / claim "
@@ -339,8 +339,8 @@ def show_property(run: Path, data_root: Path | None, *, json_output: bool) -> No
         say(json.dumps(facts))
         return
     say(
-        f"synthetic records of {found.clients - found.silent} of {found.clients} clients, read as their class counts "
-        "(in brackets: guesses without the pool):"
+        f"synthetic records of {found.clients - found.silent} of {found.clients} clients; the attacker reads "
+        "class counts from them (in brackets: guesses without the pool):"
     )
     say(f"a client holds a class or not: {_percent(found.held)} right ({_percent(found.held_by_chance)})")
     say(f"a client's largest class: {_percent(found.largest)} right ({_percent(found.largest_by_chance)})")

@@ -93,7 +93,7 @@ def report(
     directories: Directories,
     *,
     out: Annotated[
-        Path | None, typer.Option(help="Directory to write to (default: DIR/report; results/report for several).")
+        Path | None, typer.Option(help="Directory to write to (default: DIR/report; results/report for several DIRs).")
     ] = None,
     paper: Annotated[
         bool, typer.Option("--paper", help="Also write figures as PDF and SVG, 3.3 and 6.9 inches wide.")
@@ -105,10 +105,10 @@ def report(
         ),
     ] = False,
     full_axis: Annotated[
-        bool, typer.Option("--full-axis", help="Draw accuracies from 0 to 100 %, not over their own range.")
+        bool, typer.Option("--full-axis", help="Draw accuracies from 0 to 100 %, not only over their range.")
     ] = False,
     target: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Also report the costs until this test accuracy, such as 0.8.")
+        float | None, typer.Option(min=0, max=1, help="Also report the costs to reach this test accuracy, such as 0.8.")
     ] = None,
     gallery: Annotated[
         bool, typer.Option("--gallery", help="Write DIR/README.md: the tables in DIR and published results.")
@@ -179,7 +179,7 @@ def watch(
     """Show the progress of runs from another terminal: round, accuracy, curve, time left, epsilon so far.
 
     The command only reads files, so that no run is disturbed. It ends when all runs have ended, or with Ctrl-C. A run
-    counts as stopped if its process ended without a result. The command that started a stopped run resumes it.
+    is shown as stopped if its process ended without a result. The command that started a stopped run resumes it.
 
     For example:
 
@@ -193,7 +193,7 @@ def watch(
 def export(
     directories: Directories,
     *,
-    to: Annotated[str, typer.Option(metavar="NAMES", help="tensorboard, mlflow, wandb, trackio, or several: a,b.")],
+    to: Annotated[str, typer.Option(metavar="NAMES", help="tensorboard, mlflow, wandb, trackio, or several (a,b).")],
     json_output: AsJson = False,
 ) -> None:
     """Send finished runs to TensorBoard, MLflow, Weights & Biases or Trackio. --track does this during a run.

@@ -1,8 +1,8 @@
 """Builds a ``Dataset`` from arrays, after checks of labels and classes.
 
 All functions that read data sets use this module. The list of classes is public if the user sets ``data.classes``.
-Otherwise it is read from the private records, and ``Dataset.read_off`` and the privacy statement say so. ``card_of``
-summarises a data set for the command line.
+Otherwise the list is read from the private records, and ``Dataset.read_off`` and the privacy statement contain a note
+about it. ``card_of`` summarises a data set for the command line.
 """
 
 import os
@@ -18,8 +18,10 @@ from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
 from fl_sim.types import Dataset, Examples
 
-CLASSES_READ_OFF: Final = "the list of classes, and so the number of the model's outputs (public with data.classes=A+B)"
-SIZE_READ_OFF: Final = "the size of the images (public with data.size=WIDTHxHEIGHT)"
+CLASSES_READ_OFF: Final = (
+    "the list of classes, and so the number of the model's outputs (set data.classes=A+B to make it public)"
+)
+SIZE_READ_OFF: Final = "the size of the images (set data.size=WIDTHxHEIGHT to make it public)"
 COLOUR_READ_OFF: Final = "whether any image has colour, and so the number of the model's input channels"
 _MOST_LISTED: Final = 1000
 

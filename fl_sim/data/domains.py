@@ -29,10 +29,11 @@ def joined(name: str, own: OwnName, parts: Sequence[Dataset]) -> Dataset:
     """Join the data sets ``parts`` to one data set ``name``. Domain i has the records of the i-th part.
 
     Images are scaled to the setting ``data.size``, or else to the size of the part with the largest images. Grey images
-    get three equal channels if any part has colour. Each domain has ``data.records`` training records (default: as many
-    as the smallest part), and as many test records as the smallest part. The records of a domain are drawn with the
-    class distribution of its part. Images are normalised by mean 0.5 and standard deviation 0.5. Raises UserError for
-    parts that are no images, or that differ in their classes, and for more ``data.records`` than a part has.
+    get three equal channels if any part has colour. Each domain has ``data.records`` training records (default: the
+    number in the smallest part). The number of test records of each domain is the number in the smallest part. The
+    records of a domain are drawn with the class distribution of its part. Images are normalised by mean 0.5 and
+    standard deviation 0.5. Raises UserError for parts that are not images, for parts with different classes, and if
+    ``data.records`` exceeds the training records of a part.
     """
     names = dict(zip(parts_of(name), parts, strict=True))
     _check(name, names)
@@ -71,13 +72,13 @@ def _check(name: str, names: Mapping[str, Dataset]) -> None:
     if odd := [called for called, part in names.items() if part.input_shape[0] not in {1, 3}]:
         raise UserError(
             f"data={shortened(name)}: images must have 1 or 3 channels, and those of {shortened(odd[0])} have "
-            f"{names[odd[0]].input_shape[0]}: leave this set out"
+            f"{names[odd[0]].input_shape[0]}: leave this data set out"
         )
     if len({part.num_classes for part in names.values()}) > 1:
         counts = enumerated(f"{part.num_classes} of {called}" for called, part in names.items())
         raise UserError(
-            f"data={shortened(name)}: domains of one task have the same classes, and these have different numbers of "
-            f"classes ({counts}): leave out the sets with other classes"
+            f"data={shortened(name)}: all parts must have the same classes, but these parts have different numbers of "
+            f"classes ({counts}): leave out the parts with other classes"
         )
     listed = {part.classes: called for called, part in names.items() if part.classes}
     if len(listed) > 1:

@@ -71,7 +71,7 @@ def read_folder(name: str, own: OwnName, path: Path) -> Dataset:
     dataset = own_dataset(name, first, second, half, half, str(path), listed=listed)
     folders = [folder for part in parts for folder in part.folders.values()]
     others = sum(file.suffix.lower() not in SUFFIXES for folder in folders for file in _entries(folder))
-    left = f"{others:,} files that are no images by their names are left out" if others else ""
+    left = f"{others:,} files without an image suffix are not used" if others else ""
     dataset = replace(
         dataset,
         note="; ".join(filter(None, (settings.described(), _drawn(test_part, has_domains=has_domains)))),

@@ -34,8 +34,8 @@ _RATE: Final = 0.1  # Adam's learning rate at the start; a cosine schedule reduc
 _BETAS: Final = (0.9, 0.99)
 _VARIATION: Final = 0.1  # weight of the total variation (mean difference of neighbouring pixels) in the loss
 
-# The noise in a channel of an image is the sum of two noises. One is the same for all channels, with standard deviation
-# 1. The other differs between channels, and has this standard deviation.
+# The noise in a channel of an image is the sum of two noises. The first noise is the same for all channels, with
+# standard deviation 1. The second noise differs between channels, and has this standard deviation.
 _OWN: Final = 0.35
 
 _MADE: Final = 300  # number of artificial images of each of the three kinds (see ``made_images``), for the regression

@@ -121,7 +121,7 @@ def _of_texts(
     train, test = parts
     foreign = sum(int((part.inputs > len(alphabet)).sum() + (part.labels == len(alphabet)).sum()) for part in parts)
     whose = "LEAF's" if alphabet == ALPHABET else "of data.alphabet"
-    meaning = f"the {len(alphabet):,} characters {whose} are the classes, and the tokens from 1"
+    meaning = f"each of the {len(alphabet):,} characters {whose} is a class and a token; tokens are numbered from 1"
     read_off = ["the length of the longest text"]
     if foreign:
         counted = (
@@ -203,7 +203,7 @@ def _content(file: Path) -> Mapping[str, Any]:
     except UserError:
         raise
     except (ValueError, RecursionError, OSError) as error:
-        raise UserError(f"{file} is no readable JSON ({in_one_line(error)}); make it again with LEAF") from error
+        raise UserError(f"{file} cannot be read as JSON ({in_one_line(error)}); create it again with LEAF") from error
     wanted = {"users": list, "num_samples": list, "user_data": dict}
     is_leaf = isinstance(content, dict) and all(isinstance(content.get(key), kind) for key, kind in wanted.items())
     if not is_leaf or len(content["users"]) != len(content["num_samples"]):

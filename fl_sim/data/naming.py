@@ -81,24 +81,24 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "test_seed": ("whole number", "The seed of the random choice of the test records of data.test. Default: 0."),
     "test_file": ("text", "Another file with the same columns; all its records are for testing."),
     "drop": ("columns, with + or , between", "The columns that are not used."),
-    "text": ("columns, with + or , between", "The columns of numbers that are names, or the column of texts."),
-    "range": ("LEAST..MOST", "As data.range.COLUMN: the bounds of the column's numbers, which become 0 and 1."),
-    "category": ("names, with + between", "As data.category.COLUMN: the categories; any other value becomes zeros."),
+    "text": ("columns, with + or , between", "Columns whose numbers are only names, or the column of texts."),
+    "range": ("LEAST..MOST", "Set as data.range.COLUMN: the bounds of the column's numbers, which become 0 and 1."),
+    "category": ("names, with + between", "Set as data.category.COLUMN: the categories; other values become zeros."),
     "scale": ("records", "Numbers without a range are scaled by mean and deviation of the training records."),
-    "fill": ("a number, or a category", "As data.fill.COLUMN: the value that replaces empty cells of the column."),
+    "fill": ("a number, or a category", "Set as data.fill.COLUMN: the value that replaces empty cells of the column."),
     "missing": ("drop or middle", "For empty cells: drop the record, or use the middle of the column's data.range."),
     "delimiter": ("comma, semicolon, tab or bar", "The delimiter of a csv file. Default: from its first line."),
     "decimal": ("point or comma", "The decimal separator of numbers in a csv file. Default: point."),
     "thousands": ("comma, point, space or apostrophe", "The thousands separator in a csv file. Default: none."),
-    "tokenizer": ("characters, bytes or a place", "The tokens of texts; a place holds tokenizer.json. Default: bytes."),
+    "tokenizer": ("characters, bytes or a place", "The tokens of texts; a place has tokenizer.json. Default: bytes."),
     "max_length": ("whole number", "Texts are cut after this number of tokens. Default: the longest, at most 256."),
     "alphabet": ("text", "The characters of texts, in order, each once. Default: LEAF's 80 characters."),
-    "size": ("WIDTHxHEIGHT", "The size to which images are scaled. Default: none; domains take the largest."),
-    "records": ("whole number", "The number of training records of each domain. Default: that of the smallest."),
+    "size": ("WIDTHxHEIGHT", "The size to which images are scaled. Default: none; for domains, the largest."),
+    "records": ("whole number", "The number of training records of each domain. Default: as in the smallest."),
     "values": ("LEAST..MOST", "For images of 16-bit numbers or floats: the pixel values that become 0 and 255."),
     "val": ("leave, train or validate", "Validation images are unused, trained on, or for evaluate.validation=given."),
-    "image": ("a column", "The column with the images, for data with several such columns."),
-    "config": ("text", "The configuration of the data set, for a data set with several."),
+    "image": ("a column", "The column with the images, for data with several image columns."),
+    "config": ("text", "The configuration of the data set, if there are several."),
     "train_part": ("text", "The name of the split with the training records. Default: train."),
     "test_part": ("text", "The name of the split with the test records. Default: test, if there is one."),
 }  # fmt: skip
@@ -219,12 +219,12 @@ _TUNED_ON = {
         "generator mean-embedding draws are warped"
     ),
     "cifar10": (
-        "the radius of DA-FL's generator gaussian, how coarse DA-FL's generator mean-embedding takes colours to be, "
+        "the radius of DA-FL's generator gaussian, the colour resolution of DA-FL's generator mean-embedding, "
         "how features=whitened-scattering whitens, the square roots of features=root-scattering-maps, the ridge and "
         "the intercept of heads in closed form, and the settings of the benchmark of DP-SGD on public features"
     ),
     DIGITS: (
-        "how many synthetic records the preset digits asks clients for, and the learning rates, momenta and further "
+        "the number of synthetic records per client in the preset digits, and the learning rates, momenta and further "
         "settings of its methods"
     ),
 }
@@ -330,7 +330,7 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 
 def is_own(name: str) -> bool:
-    """Return True if the data set ``name`` contains records of the user's own, not only of public data sets."""
+    """Return True if the data set ``name`` contains the user's own records, not only records of public data sets."""
     return any(part not in NAMES for part in parts_of(name))
 
 
@@ -345,8 +345,8 @@ def refused_if_private(name: str) -> str:
     if own is not None and own.kind == DOMAINS and is_own(name):
         part = next(part for part in parts_of(name) if part not in NAMES)
         return (
-            f"data={shortened(name)} takes a part of the records of {shortened(part)}. Its privacy ledger would not "
-            "count what other runs spend on these records, and this run promises privacy: join public data sets only"
+            f"data={shortened(name)} uses a part of the records of {shortened(part)}. This run's ledger would not "
+            "include the costs of other runs on these records, and the run promises privacy: join public data sets only"
         )
     return ""
 

@@ -229,10 +229,10 @@ def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
     """Read one of MedMNIST's npz files: images with one label each.
 
     The images are normalised by mean 0.5 and standard deviation 0.5, as in MedMNIST's code. The setting ``data.val``
-    decides the use of the validation images. "leave" (the default): the validation images are not used, and the note
-    says so. "train": the images are added to the training records. "validate": the images are validation records for
-    ``evaluate.validation=given``. Raises UserError for several labels per image, for 3D volumes, and for files that are
-    not MedMNIST's.
+    decides the use of the validation images. "leave" (the default): the validation images are not used, and the data
+    set's note states this. "train": the images are added to the training records. "validate": the images are validation
+    records for ``evaluate.validation=given``. Raises UserError for several labels per image, for 3D volumes, and for
+    files that are not MedMNIST's.
     """
     use = own.option("val") or "leave"
     if use not in _USES:
@@ -266,7 +266,7 @@ def _check_names(path: Path, found: list[str], required: Sequence[str], known: S
         )
     if missing := [name for name in required if name not in found]:
         holds = ", ".join(found[:20]) or "nothing"
-        pickled = "; a client of PFLlib's is converted by the script in docs/porting.md" if found == ["data"] else ""
+        pickled = "; to convert a client file of PFLlib, use the script in docs/porting.md" if found == ["data"] else ""
         raise UserError(
             f"{path} lacks {', '.join(missing)}; it holds {holds}, but must hold {', '.join(required)}{pickled}"
         )

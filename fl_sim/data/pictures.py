@@ -106,7 +106,7 @@ def decoded(content: bytes, where: str, settings: ImageSettings) -> Pixels:
 def scaled(images: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
     """Scale ``images`` (n, channels, height, width) to ``size`` (width, height), bilinearly with antialiasing.
 
-    Each channel is scaled separately. The results are equal to those of the setting ``data.size`` for image files.
+    Each channel is scaled separately. For image files, the setting ``data.size`` gives the same results.
     """
     from PIL import Image  # noqa: PLC0415 (only images need it)
 

@@ -340,5 +340,5 @@ def _examples(rows: Iterable[Row], record: Callable[[Row], list[float]], label: 
         raise ValueError("it has no record")
     inputs = np.array([record(row) for row in given], dtype=np.float32)
     if not np.isfinite(inputs).all():
-        raise ValueError(f"record {int(np.isfinite(inputs).all(axis=1).argmin())} holds a number that is not finite")
+        raise ValueError(f"record {int(np.isfinite(inputs).all(axis=1).argmin())} contains a number that is not finite")
     return Examples(inputs, np.array([label(row) for row in given], dtype=np.int64))

@@ -146,7 +146,7 @@ def content_of(name: str, data_root: Path | None) -> str:
     signature = _signature(place) if place else ()
     try:
         return _of_records(without_settings(name), data_root, signature)
-    except UserError:  # without the settings in its name (such as the label column), the file cannot be read
+    except UserError:  # the file cannot be read without the settings in ``name``, such as the label column
         return _of_records(name, data_root, signature)
 
 
@@ -219,7 +219,7 @@ def _features_once(name: str, source: DataSource, stamps: _Stamps, features: Fea
 
 @lru_cache(maxsize=8)
 def _read_once(name: str, source: DataSource, stamps: _Stamps) -> Dataset:
-    del stamps  # only a part of the cache key: the stamps of a changed file differ, so it is read again
+    del stamps  # only a part of the cache key: a changed file has other stamps, so the file is read again
     return read(name, source)
 
 
@@ -281,7 +281,9 @@ def _check_dataset(made: Dataset, where: str) -> None:
         if made.vocabulary:
             tokens_in(f"{where}, {split}", part.inputs.astype(np.int64), made.vocabulary)
     if made.train.inputs.shape[1:] != made.test.inputs.shape[1:] or made.train.inputs.dtype != made.test.inputs.dtype:
-        raise UserError(f"{where}: training and test records differ in shape or type; make both alike")
+        raise UserError(
+            f"{where}: training and test records differ in shape or type; give them the same shape and type"
+        )
     channels = made.input_shape[0] if len(made.input_shape) == 3 else 1
     for what, values in (("mean", made.mean), ("std", made.std)):
         if len(values) != channels or not np.isfinite(values).all() or (what == "std" and min(values) <= 0):

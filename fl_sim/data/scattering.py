@@ -7,9 +7,9 @@ with a public seed, then reduces the number of features to at most 1000.
 
 Whitening also uses no data set. Privacy noise on released features has the same variance in all directions. It
 therefore hides directions of low variance first, although they may separate classes well. Whitening gives all
-directions about the same variance. It needs a covariance matrix. The covariance of the records would be private. So the
-covariance of artificial images is used, which is public and similar enough. The artificial images have the common
-statistics of photographs. Some are pink noise, whose amplitude falls as a power of the frequency. Others are "dead
+directions about the same variance. Whitening needs a covariance matrix. The covariance of the records is private. So
+this module uses the covariance of artificial images: it is public and similar enough. The artificial images have the
+common statistics of photographs. Some are pink noise: the amplitude falls as a power of the frequency. Others are "dead
 leaves": random discs and slabs that cover one another (Lee, Mumford and Huang 2001). Networks learn useful features
 from such images (Baradad et al. 2021). The seed of the images is public, so all processes generate the same images.
 """
@@ -42,7 +42,7 @@ _SMALLEST, _LARGEST = 8, 128  # valid height and width of images, in pixels
 _PADDING: Final = 2  # minimum number of mirrored pixels that are added at each edge of an image
 _SEED: Final = 0  # seed of the projection's random directions
 _BATCH: Final = 64  # number of image channels per batch; a batch of this size fits into the processor's cache
-_EPSILON: Final = 1e-5  # added to the variance of a group of maps, against a division by zero
+_EPSILON: Final = 1e-5  # added to the variance of a group of maps, to avoid a division by zero
 
 _NUM_MADE: Final = 2500  # number of artificial images of each of the three kinds (see ``made_images``), for whitening
 _MADE_SEED: Final = 0
@@ -54,15 +54,15 @@ _EXPONENTS: Final = (1.0, 1.5)  # exponents of two kinds of pink noise; photogra
 # A channel of a pink-noise image is the sum of two noises. One is the same for all channels, with standard deviation 1.
 # The other is drawn for each channel, with this standard deviation.
 _OWN: Final = 0.35
-_CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of a pink-noise image's deviation and mean
+_CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # ranges of a pink-noise image's std and mean
 
 _LEAVES: Final = 200  # leaves per image
 # The smallest radius of a leaf (a random disc or slab) in pixels. The largest radius of a leaf as a fraction of the
 # image's longer side.
 _LEAST_RADIUS, _LARGEST_RADIUS = 1.0, 0.7
-# Standard deviations for "dead leaves" images (see ``dead_leaves``), in grey levels. The first: the part of a leaf's
-# colour that differs between channels. The second: the change of a leaf's brightness per pixel. The third is a maximum:
-# the noise that is added to an image.
+# Three constants for "dead leaves" images (see ``dead_leaves``), in grey levels. The colour of a leaf differs between
+# channels with the first standard deviation. Its brightness changes per pixel, and the second is the standard deviation
+# of this change. The third is the maximum standard deviation of the noise that is added to an image.
 _COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0
 _LEAVES_AT_A_TIME: Final = 100  # images per batch
 
@@ -131,8 +131,8 @@ def normalised(images: torch.Tensor, *, mirrored: bool = False) -> torch.Tensor:
     """Return the scattering maps of ``images`` after group normalisation with 27 groups, (n, maps, rows, columns).
 
     ``mirrored``: if True, each map is the mean of a map of the image and the same map of its mirror image. So an image
-    and its mirror image have bit-identical results. The right half of a mean contains nearly the same numbers as the
-    left half of another map. So only the left half of the columns is returned.
+    and its mirror image have bit-identical results. The right half of a mean map contains nearly the same numbers
+    as the left half of another mean map. So only the left half of the columns is returned.
     """
     maps = in_groups(_scattered(images, mirrored=mirrored))
     return _left_half(maps) if mirrored else maps
@@ -520,7 +520,7 @@ def _covered(
 
     A leaf is a disc with probability 1/2, else a rotated rectangle.
 
-    ``down`` and ``right``: the vertical and horizontal distances of each pixel from the leaf's centre.
+    ``down`` and ``right``: each pixel's vertical and horizontal distance from the leaf's centre.
     """
     angle, flatness = generator.uniform(0, np.pi, radius.shape), generator.uniform(0.3, 1, radius.shape)
     along, across = np.cos(angle) * right + np.sin(angle) * down, np.cos(angle) * down - np.sin(angle) * right

@@ -1,8 +1,8 @@
 """Whitened scattering maps of an image, without a projection: all features whose names end in ``scattering-maps``.
 
 Tramer and Boneh (2021) train linear models with DP-SGD on all scattering coefficients. A projection to fewer numbers
-would reduce the accuracy of these models. Without a projection, the maps are correlated, and some directions have a far
-larger variance than others. This module whitens the vector of all maps at each image position, with the same matrix for
+would reduce the accuracy of these models. However, the maps are correlated, and some directions have a far
+larger variance than others. So this module whitens the vector of all maps at each image position, with one matrix for
 all positions. The matrix is small, because its rows and columns are the maps, not all coefficients. It is computed from
 the maps of artificial images (``fl_sim.data.scattering``). Matrix and images depend on no data set, so both are public.
 

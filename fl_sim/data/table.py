@@ -60,9 +60,9 @@ class TestPart:
     other: str = ""
 
     def check(self, *, has_column: bool) -> None:
-        """Raise UserError unless the test records are defined in exactly one way.
+        """Raise UserError unless exactly one setting defines the test records.
 
-        The ways are a share, a separate table, and a split column. ``has_column``: True if there is a split column.
+        It can set a share, a separate table, or a split column. ``has_column``: True if there is a split column.
         """
         ways = (self.share > 0) + bool(self.other) + has_column
         if ways == 1:
@@ -239,7 +239,7 @@ def planned(own: OwnName, tables: Sequence[TableReader], roles: Roles, test_part
     for table in tables[1:]:
         if missing := sorted(set(roles.columns) - set(table.names)):
             raise UserError(
-                f"{table.where} lacks the column {missing[0]!r}, which {where} has; both need the same columns"
+                f"{table.where} lacks the column {missing[0]!r}, which {where} has; give both tables the same columns"
             )
         _check_alike(tables[0], table, roles)
     seen = columns.blank_contents(own, roles, tables[0])
@@ -379,9 +379,9 @@ def _read_off(plan: TablePlan) -> tuple[str, ...]:
     inferred = [feature.name for feature in plan.features if feature.categories and not feature.is_given]
     facts = list(read_off_classes(plan.listed))
     if inferred:
-        facts.append(f"the categories of {_some(inferred)} (public with data.category.{inferred[0]}=A+B)")
+        facts.append(f"the categories of {_some(inferred)} (set data.category.{inferred[0]}=A+B to make them public)")
     if plan.left_out:
-        facts.append(f"the list of unused columns (public with data.drop={','.join(plan.left_out)})")
+        facts.append(f"the list of unused columns (set data.drop={','.join(plan.left_out)} to make it public)")
     return tuple(facts)
 
 

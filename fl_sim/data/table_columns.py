@@ -50,7 +50,8 @@ _COMMA: Final = re.compile(r"[+-]?\d*,\d+|\d+")  # matches a number with a decim
 STEPS: Final = 20
 """Generators of synthetic records may round numbers of a column to this many values.
 
-If both bounds are whole numbers and less than ``STEPS`` apart, the values are all whole numbers from bound to bound.
+If the lower and the upper bound are whole numbers and less than ``STEPS`` apart, the values are all whole numbers from
+the lower to the upper bound.
 """
 
 
@@ -281,8 +282,8 @@ def classes_of(seen: ColumnContent, where: str) -> tuple[str, ...]:
     """
     if seen.texts is None:
         raise UserError(
-            f"{where}: column {seen.name!r} holds more than {seen.most:,} different entries, so it is no class; "
-            "numbers (regression) are not supported. Set data.label to a column with classes"
+            f"{where}: column {seen.name!r} holds more than {seen.most:,} different entries, so it cannot be the "
+            "label; regression is not supported. Set data.label to a column with classes"
         )
     has_commas = all(_COMMA.fullmatch(text) for text in seen.texts)
     numbers = {text: as_number(text.replace(",", ".") if has_commas else text) for text in seen.texts}
@@ -395,8 +396,8 @@ class Feature:
     def column(self) -> Column:
         """Return the public facts of this column for generators of synthetic records.
 
-        For a column of categories, these are their number. For a column of numbers, they are the values to which a
-        generator may round. Call this method only if ``is_public``.
+        For a column of categories, the result has the number of categories. For a column of numbers, it has the values
+        to which a generator may round. Call this method only if ``is_public``.
         """
         if self.categories:
             return Column(self.name, categories=len(self.categories))
@@ -480,7 +481,7 @@ def _number_to_fill(name: str, fill: str | None, bounds: tuple[float, float] | N
         return number
     if bounds is None:
         raise UserError(
-            f"column {name!r} has empty cells, and data.missing=middle needs its range: set data.range.{name}="
+            f"column {name!r} has empty cells, but data.missing=middle needs its range: set data.range.{name}="
             f"LOW..HIGH, or set the number for empty cells, data.fill.{name}=NUMBER"
         )
     return (bounds[0] + bounds[1]) / 2

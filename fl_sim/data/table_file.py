@@ -313,7 +313,7 @@ def as_numbers(cells: Any, spelling: Spelling | None = None) -> Any:
 
 
 def as_number(text: str) -> float | None:
-    """Convert ``text`` to a finite number; None if it is no number or not finite."""
+    """Convert ``text`` to a finite number; return None for any other text."""
     try:
         number = float(text)
     except ValueError:

@@ -29,7 +29,7 @@ _LONGEST: Final = 100_000
 _OF_TEXTS: Final = ("tokenizer", "max_length", "alphabet")
 _OF_VECTORS: Final = ("drop", "range", "category", "fill", "scale")
 _NO_LABELS: Final = "the texts have no labels, and a model predicts their next tokens"
-_LENGTH_READ_OFF: Final = "the length of the longest text (public with data.max_length=NUMBER)"
+_LENGTH_READ_OFF: Final = "the length of the longest text (set data.max_length=NUMBER to make it public)"
 
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
@@ -86,7 +86,7 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableReader], test_part
             *(
                 []
                 if plan.roles.label
-                else [f"no column is called label: {_NO_LABELS}; data.label=COLUMN names a column"]
+                else [f"no column is called label: {_NO_LABELS}; data.label=COLUMN sets a label column"]
             ),
             *table.found_by_name(plan, own),
         ),
@@ -120,7 +120,7 @@ def text_column(own: OwnName, tables: Sequence[TableReader]) -> str:
     if settings:
         what = "numbers" if seen.number or seen.text else "no texts"
         raise UserError(
-            f"{first.where}: column {listed[0]!r} holds {what}, and data.{settings[0]} is for texts: set data.text to "
+            f"{first.where}: column {listed[0]!r} holds {what}, but data.{settings[0]} is for texts: set data.text to "
             f"a column of texts, or leave data.{settings[0]} out to use the numbers as names"
         )
     return ""
@@ -153,7 +153,7 @@ def _of_length(rows: NDArray[np.float32], length: int, plan: TablePlan) -> NDArr
         number = int((rows[:, 0] == 0).argmax()) + 1 if rows.shape[1] else 1
         raise UserError(
             f"{plan.where}: record {number}, column {plan.roles.text!r}: the tokenizer finds no token in the text; "
-            "remove the record, or take another tokenizer"
+            "remove the record, or set another data.tokenizer"
         )
     if 2 * 4 * len(rows) * length > most_bytes():
         raise UserError(

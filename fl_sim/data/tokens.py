@@ -34,7 +34,7 @@ UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}"
 """The character that is shown in place of a character outside the alphabet."""
 
 _CACHED: Final = 2**20
-"""Tokens of a ``Vocabulary`` are cached if all texts have at least this many characters. Fewer take under a second."""
+"""Tokens of a ``Vocabulary`` are cached if all texts have at least this many characters. Fewer need under a second."""
 
 _FILE: Final = "tokenizer.json"
 
@@ -185,7 +185,7 @@ class Vocabulary:
             found = library.encode_batch([*texts])
         except Exception as error:  # ``tokenizers`` raises Exception itself, no subclass
             raise UserError(
-                f"data.tokenizer={shortened(self.written)} cannot tokenize these texts ({in_one_line(error)}); take "
+                f"data.tokenizer={shortened(self.written)} cannot tokenize these texts ({in_one_line(error)}); set "
                 "another tokenizer, or a larger data.max_length"
             ) from error
         lengths = [len(one.ids) for one in found]

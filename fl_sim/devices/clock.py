@@ -29,8 +29,8 @@ class Clock:
 
     ``fleet``: the devices of all clients. ``sizes``: the number of training records of each client, shape (clients,).
     ``settings``: the settings of local training, such as epochs. ``load_of``: a function that takes a client ID, and
-    returns the load of one turn of this client. A load consists of the bytes of messages, and a factor of the computing
-    time, below 1 for a smaller model. ``seed``: the seed of the random availability and jitter.
+    returns the load of one turn of this client: the bytes of its messages, and a factor by which its computing time is
+    multiplied (below 1 for a smaller model). ``seed``: the seed of the random availability and jitter.
     """
 
     fleet: Fleet
@@ -67,7 +67,7 @@ class Clock:
         """Return the simulated seconds in which ``client`` downloads the model and evaluates it on its own records.
 
         Some samplers ask clients for the loss of the model. The evaluation of a record takes a third of the time of
-        training, because evaluation is only a forward pass.
+        its training, because evaluation is only a forward pass.
         """
         fleet, (traffic, work), size = self.fleet, self.load_of(client), int(self.sizes[client])
         taken = float(traffic.down / fleet.download[client] + size * work * fleet.record_seconds[client] / 3)
@@ -97,7 +97,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Turnout:
-    """The clients that take part in a round with a deadline. Each array has the order of the cohort.
+    """The clients that take part in a round with a deadline. All arrays list the clients in the order of the cohort.
 
     ``available``: the clients of the cohort that are available. ``in_time``: the available clients that meet the
     deadline. ``most_steps``: {client: number of local steps}, only for the clients that train fewer steps to meet the

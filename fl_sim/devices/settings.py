@@ -223,7 +223,9 @@ def fleet_of_clients(devices: Devices, num_clients: int, seed: int) -> Fleet:
     """
     fleet = devices.fleet(num_clients, seed)
     if error := fleet.wrong(num_clients):
-        raise UserError(f"the method fleet of devices {kind_of(devices)} returned wrong devices: {error}; correct it")
+        raise UserError(
+            f"the method fleet of devices {kind_of(devices)} returned wrong devices: {error}; correct the method"
+        )
     return fleet
 
 

@@ -1,6 +1,6 @@
 """The pool of Ray actors of a run: starts, replaces and ends actors, and measures the speed of each.
 
-Nodes of a Ray cluster may join or leave during the run. The pool has as many actors as fit the present nodes.
+Nodes of a Ray cluster may join or leave during the run. The pool fills the present nodes with actors.
 """
 
 import math
@@ -155,8 +155,8 @@ class ActorPool:
             if time.monotonic() - worker.since > START_SECONDS:
                 worker.since = math.inf
                 self.say(
-                    f"{worker.node} of the Ray cluster does nothing: its worker has not started in {START_SECONDS:g} s "
-                    "(see Ray's log files on that node); other nodes do its work until then"
+                    f"{worker.node} of the Ray cluster is not used yet: its worker has not started in "
+                    f"{START_SECONDS:g} s (see Ray's log files on that node); until it starts, other nodes do its work"
                 )
         there = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
         lost = [name for name in self._nodes if name not in there]
@@ -182,7 +182,8 @@ class ActorPool:
             self._alone_since = now
             self.say(
                 f"the Ray cluster has no node with room for an actor (engine.cpus={self.resources.cpus:g}, "
-                f"engine.gpus={self.resources.gpus:g}): waiting up to {WAIT_SECONDS:g} s for one to join by ray start"
+                f"engine.gpus={self.resources.gpus:g}): waiting up to {WAIT_SECONDS:g} s for a further node to join by "
+                "ray start"
             )
         if now - self._alone_since > WAIT_SECONDS:
             raise RunError(
@@ -203,9 +204,9 @@ class ActorPool:
             )
 
     def started(self, call: Any) -> str:
-        """Process the answer of a starting worker to ``call``: first its software versions, then None if it is ready.
+        """Process an answer of a starting worker: its software versions, or later None, which means that it is ready.
 
-        Returns an empty string, or the reason why no worker can start on the node.
+        ``call``: the finished call. Returns "", or the reason why no worker can start on the node.
         """
         worker = self.starting.pop(call)
         try:

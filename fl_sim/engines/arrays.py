@@ -2,7 +2,7 @@
 
 Inside one process an Array refers to its tensor without a copy. The functions that read a client's Flower records do
 not trust the client. These functions raise Malformed for any unexpected content. The error messages may quote numbers,
-never a client's text.
+but never a client's text.
 """
 
 import json
@@ -66,7 +66,7 @@ def reuse_freed_memory() -> None:
 
     This function allocates and frees one block of nearly 32 MB. glibc then raises its threshold for direct requests to
     the kernel to the size of that block (mallopt(3), M_MMAP_THRESHOLD). Without this function, every tensor over 128 kB
-    costs a system call and page faults. Such calls and faults would take 15 to 30 % of the time of a round.
+    costs a system call and page faults. System calls and page faults would cost 15 to 30 % of a round's time.
     """
     torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
 

@@ -36,13 +36,13 @@ FIRST_NODE_ID: Final = 1000  # Flower's node IDs 0 and 1 mean the server
 STEPS_AT_A_TIME = 16
 """The number of minibatch steps in a batch of messages. Such a batch takes far longer than its fixed overhead."""
 
-_FIRST_STEPS = 4  # minibatch steps in the first batch of a round; each next batch has 4 more, up to ``STEPS_AT_A_TIME``
+_FIRST_STEPS = 4  # minibatch steps in a round's first batch; each later batch has 4 more, up to ``STEPS_AT_A_TIME``
 
 LEAST_SECONDS, MOST_SECONDS = 0.03, 1.0
 """Bounds in seconds of the estimated duration of a batch of messages. The fixed time for a call is only 4 ms."""
 
 MAX_DEATHS = 10
-"""The number of dead workers after which an exchange of messages is given up. A new worker takes seconds to start."""
+"""The number of dead workers after which the engine stops an exchange of messages. A worker needs seconds to start."""
 
 _LOGGER: Final = logging.getLogger("fl_sim")
 """The logger for tracebacks of failed clients: ``--debug`` shows them, except in a private run."""
@@ -142,9 +142,9 @@ class Exchange(Generic[Call]):
     batches are then always the same. That is necessary, because the rounding of a client's update depends on which
     clients are in its batch.
 
-    If a worker dies, its whole batch is lost. The messages of that batch are sent once more, each as a batch of its
-    own, to find the client that kills its worker. A client may safely run twice: each client state is stored with its
-    round, so the second run reads the same state.
+    If a worker dies, its whole batch is lost. The messages of that batch are sent once more, each in a separate batch,
+    to find the client that kills its worker. A client may safely answer a message twice: client states are stored with
+    their round, so the second execution starts from the same state.
     """
 
     fresh: deque[Message]
@@ -172,9 +172,9 @@ class Exchange(Generic[Call]):
         """Remove and return the next batch for one worker; an empty list if the worker should get none.
 
         ``step_seconds``: this worker's estimated seconds per step. ``others``: the estimated seconds per step of all
-        other workers. Unknown seconds are infinite. Batches shrink towards the end, so that all workers finish at about
-        the same time. Faster workers get larger batches. A slow worker gets no batch if the other workers would finish
-        all messages sooner without it.
+        other workers; infinity for a worker of unknown speed. Batches shrink towards the end, so that all workers
+        finish at about the same time. Faster workers get larger batches. A slow worker gets no batch if the other
+        workers would finish all messages sooner without the slow worker.
         """
         if self._again:
             return self._again.popleft()
@@ -201,10 +201,10 @@ class Exchange(Generic[Call]):
         return batch
 
     def take_ahead(self, step_seconds: float, others: Sequence[float]) -> list[Message]:
-        """Remove and return one further batch for a busy worker, which begins it right after its present batch.
+        """Remove and return one further batch for a busy worker, to be computed right after its present batch.
 
-        The result is empty if the next client takes longer than ``LEAST_SECONDS``. It is better to give such a client
-        to the first free worker.
+        The result is empty if this batch would take longer than ``LEAST_SECONDS``. The first free worker should get
+        such a batch.
         """
         if self._again or self._suspects or not self.fresh or self._least() * step_seconds > LEAST_SECONDS:
             return []
@@ -247,11 +247,11 @@ class Exchange(Generic[Call]):
         self.replies.update({reply.metadata.reply_to_message_id: reply for reply in replies})
 
     def worker_died(self, call: Call, reason: str) -> None:
-        """Schedule the messages of a dead worker's batch again, each as a batch of its own.
+        """Schedule the messages of a dead worker's batch again, each in a separate batch.
 
-        Single messages show which client kills its worker. A message is sent at most twice: if a second worker dies,
-        the message gets an error reply with ``reason``. After ``MAX_DEATHS`` dead workers, all waiting messages get an
-        error reply.
+        Batches of one message show which client kills its worker. A message is sent at most twice: if a second worker
+        dies, the message gets an error reply with ``reason``. After ``MAX_DEATHS`` dead workers, all waiting messages
+        get an error reply.
         """
         self._deaths += 1
         for message in self._end(call):
@@ -291,8 +291,8 @@ class Exchange(Generic[Call]):
                 hanging.append(f"client {partition_of(unfinished[0])}")
                 state = "it was still training" if call in progress else "its worker is stuck, or was still starting"
                 self._fail(unfinished[:1], TOO_LATE, f"{late}: {state}")
-                self._fail(unfinished[1:], TOO_LATE, f"{late}: it waited behind {hanging[-1]}")
-        self.give_up(f"{late}: it waited behind {' and '.join(hanging) or 'others'}", TOO_LATE)
+                self._fail(unfinished[1:], TOO_LATE, f"{late}: it waited for {hanging[-1]}, which did not finish")
+        self.give_up(f"{late}: it waited for {' and '.join(hanging) or 'others'}, which did not finish", TOO_LATE)
 
     def _end(self, call: Call) -> list[Message]:
         batch = self.running.pop(call)

@@ -128,7 +128,7 @@ class InProcessGrid(LocalGrid):
     ``workers`` threads train clients in parallel, which is faster if training releases Python's global lock. Tasks
     other than training run one after another, except the tasks in ``in_threads``. ``batching``, if given, trains
     several clients in one batch. If a batch is computed as one stack, batches run one after another. ``groups``: the
-    tasks in which several clients are computed at once; these tasks have threads of their own. A client that hangs
+    tasks in which several clients are computed at once; these tasks have separate threads. A client that hangs
     cannot be interrupted, because it runs in this process: ``timeout`` is checked between batches only.
     """
 

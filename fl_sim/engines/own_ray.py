@@ -28,7 +28,7 @@ CONNECT_SECONDS = 2.0
 """Seconds that Ray's node may take to accept a connection."""
 
 CLOSING_SECONDS = 3.0
-"""Seconds that Ray's dying node may take to close its port. Before that, the node ends the run's process."""
+"""Seconds that Ray's dying node may take to close its port. Before closing it, the node ends the run's process."""
 
 MOST_SECONDS = 8.0
 """The time limit, in seconds, for killing processes. A process that waits for a disk may end only after this time."""
@@ -61,7 +61,7 @@ def is_own_token() -> bool:
 
 
 def node_gone(address: str) -> str:
-    """Return the error message that Ray's node process has ended: the run cannot go on without this process."""
+    """Return the error message for a run whose Ray node process has ended. The run cannot continue."""
     return (
         f"Ray's node at {address} (raylet) is gone: start the same command again, and the run goes on after its last "
         "finished round"

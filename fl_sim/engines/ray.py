@@ -128,7 +128,7 @@ class RayGrid(LocalGrid):
         return [exchange.replies[message.metadata.message_id] for message in messages]
 
     def _hand_out(self, exchange: Exchange[Any], outbox: "_Outbox") -> None:
-        """Send a batch to every idle worker, fastest worker first. If batches are short, send each a second one."""
+        """Send a batch to every idle worker, fastest worker first; if batches are short, also a second batch."""
         for take, calls in ((exchange.take, 0), (exchange.take_ahead, 1)):
             for worker in sorted(self._pool.ready, key=lambda one: one.step_seconds):
                 others = [one.step_seconds for one in self._pool.ready if one is not worker]
@@ -171,7 +171,7 @@ class RayGrid(LocalGrid):
     def _lost(self, exchange: Exchange[Any], worker: Worker, error: RayError) -> None:
         """Schedule the unfinished calls of a dead worker again.
 
-        A worker executes its calls in order, so only the first unfinished call can have killed it.
+        A worker executes its calls in order, so only the first unfinished call can have killed the worker.
         """
         others = self._pool.remove_dead(worker)
         first, *later = worker.calls
@@ -206,7 +206,7 @@ class RayGrid(LocalGrid):
         exchange.too_late(progress, timeout)
 
     def _progress(self, exchange: Exchange[Any]) -> dict[Any, list[Message]]:
-        """Ask all busy workers for their finished replies, {call: replies}. Workers that do not answer are left out."""
+        """Return {call: its finished replies} of all busy workers. Workers that do not answer are left out."""
         busy = [worker for worker in self._pool.ready if worker.calls]
         asked = {worker.actor.replies_so_far.remote(): worker.calls[0] for worker in busy}
         heard, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS) if asked else ([], [])

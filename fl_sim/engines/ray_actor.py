@@ -1,4 +1,4 @@
-"""The message handler of a Ray actor. Each actor answers messages in a process of its own."""
+"""The message handler of a Ray actor. Each actor is a separate process."""
 
 import time
 from collections.abc import Callable, Mapping

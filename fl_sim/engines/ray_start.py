@@ -23,7 +23,7 @@ from fl_sim.engines.own_ray import choose_token, is_own_token
 from fl_sim.errors import RunError, UserError
 
 MANY = 10**6
-"""A number of actors that is larger than in any cluster. It means that there is no limit."""
+"""A number of actors that is larger than in any cluster. This number means that there is no limit."""
 
 CONNECT_SECONDS = 5.0
 """Seconds that a cluster may take to accept a connection."""
@@ -86,7 +86,7 @@ def start_or_join(resources: RayResources, num_clients: int) -> int:
             _join(resources.address)
         num_actors = min(num_clients, _room_for(resources))
     if resources.gpus and _total("GPU") < resources.gpus and _total("CPU"):
-        raise UserError(f"engine.gpus={resources.gpus:g}, and Ray finds no such GPU share here: set engine.gpus=0")
+        raise UserError(f"engine.gpus={resources.gpus:g}, but Ray finds no such GPU share here: set engine.gpus=0")
     return num_actors
 
 
@@ -149,7 +149,7 @@ def is_installed(file: Path) -> bool:
 
 
 def _start(num_cpus: int) -> None:
-    """Start a private Ray cluster. It listens on 127.0.0.1, requires a random token, and has a folder of its own."""
+    """Start a private Ray cluster. It listens on 127.0.0.1, requires a random token, and has a separate folder."""
     choose_token()
     # Ray's sockets are files in this folder, and a socket's path has at most 107 bytes (103 bytes on macOS).
     # The function mkdtemp makes a folder that only this user can read.
@@ -189,8 +189,8 @@ def _send_address(cleanup: "subprocess.Popen[bytes]") -> None:
 def _join(address: str) -> None:
     if is_own_token():
         raise UserError(
-            f"this process has started a Ray of its own, and the cluster at {address!r} does not know its token: join "
-            "the cluster in a fresh Python"
+            f"this process has started its own Ray cluster, and the cluster at {address!r} does not know its token: "
+            "join that cluster in a fresh Python"
         )
     try:
         if address != "auto":
@@ -228,7 +228,7 @@ def _room_for(resources: RayResources) -> int:
     room = int(processors / resources.cpus) if resources.cpus else max(1, int(processors))
     if room < max(1, resources.actors):
         raise UserError(
-            f"{max(1, resources.actors)} Ray actors with engine.cpus={resources.cpus:g} each do not fit a cluster of "
+            f"{max(1, resources.actors)} Ray actors with engine.cpus={resources.cpus:g} do not fit into the cluster's "
             f"{processors:g} processors: set fewer engine.actors or smaller engine.cpus"
         )
     return resources.actors or MANY

@@ -36,9 +36,8 @@ _NONCE_BYTES: Final = 12
 _TAG_BYTES: Final = 16
 
 NO_TICKET: Final = (
-    "the message contains a ticket, which states that its release was charged elsewhere, and nothing was released: "
-    "only a worker that the run's own driver started accepts a ticket, and only if that driver signed it for this "
-    "message; send the message without a ticket"
+    "the message contains a ticket (a proof that the privacy cost is charged) that this worker cannot accept, so it "
+    "made no private output: only workers of the run's own driver accept tickets; send the message without a ticket"
 )
 """The error message for a ticket that is refused.
 
@@ -134,7 +133,8 @@ class Encryption:
             frame, *buffers = opened
         except (InvalidTag, ValueError) as error:
             raise RunError(
-                "a message from another machine was changed on its way: start the same command again"
+                "a message from another machine was changed in transit, or was encrypted with another key: start the "
+                "same command again"
             ) from error
         return pickle.loads(frame.data, buffers=buffers)  # noqa: S301 (made by a process that has this run's key)
 

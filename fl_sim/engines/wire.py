@@ -2,7 +2,7 @@
 
 This file and ``arrays`` define all record keys, and convert between values of this project and Flower records. Messages
 from clients are not trusted: each reading function states the expected form of a message, and raises Malformed for any
-other form. The error messages may quote numbers, never a client's text.
+other form. The error messages may quote numbers, but never a client's text.
 """
 
 import json
@@ -199,7 +199,7 @@ def read_update(
     check_names(content, {_REPORT, *((_PACKED if name in packed else _PAYLOAD) + name for name in template)})
     report = content[_REPORT]
     if not isinstance(report, MetricRecord) or not {_NUM_EXAMPLES} <= set(report) <= {_NUM_EXAMPLES, _LOSS}:
-        raise Malformed("reported something else than a number of records and a loss")
+        raise Malformed("sent a report with other fields than a number of records and a loss")
     count, loss = whole_number(report[_NUM_EXAMPLES], most_examples, "a number of records"), report.get(_LOSS)
     if not isinstance(loss, float | int | None) or (loss is not None and _LARGEST_LOSS < abs(loss) < math.inf):
         raise Malformed("sent a finite loss that is larger than any float32 number")

@@ -81,17 +81,17 @@ class Experiment(Settings):
     clients; results are the same. ``seed``: the integer from which all random numbers of a run are derived, except
     secret noise.
 
-    ``round_timeout``: the number of seconds within which all clients of a round must answer. ``device``: "auto" takes a
+    ``round_timeout``: the number of seconds within which all clients of a round must answer. ``device``: "auto" uses a
     GPU if the worker process finds one. A Ray actor finds the GPUs that ``engine.gpus`` requests. Sums on a GPU are
-    rounded differently than on a CPU. ``normalise``: how inputs are scaled. "published" takes the data set's published
+    rounded differently than on a CPU. ``normalise``: how inputs are scaled. "published" uses the data set's published
     mean and standard deviation. "none" leaves images in [0, 1], as NIID-Bench's program does, and does not change
     feature vectors. "unit" puts images into [-1, 1]. ``features``: "scattering" turns images into vectors by a fixed
     transform that depends on no data set (fl_sim.data.scattering). On these vectors, linear models and small
     perceptrons are as accurate as a convolutional network on pixels. "whitened-scattering" also gives all directions of
     the vectors about the same variance, so that noise harms accuracy less. These variances are measured on artificial
     images. "scattering-maps" keeps all outputs of the transform, such as 3,888 numbers for a CIFAR-10 image. All maps
-    have about the same variance (fl_sim.data.scattering_maps). "root-scattering-maps" takes the square roots of the
-    maps, and keeps an image's contrast. "mirrored-" before such a name takes means over an image and its mirror image,
+    have about the same variance (fl_sim.data.scattering_maps). "root-scattering-maps" uses the square roots of the
+    maps, and keeps an image's contrast. "mirrored-" before such a name uses means over an image and its mirror image,
     for photographs. "none" leaves pixels. ``partition_seed``: the seed of the partition; left out: the run's seed.
     ``model_seed``: the seed of the initial weights; left out: the run's seed. ``sampling_seed``: the seed of the
     cohorts; left out: the run's seed (fl_sim.seeding).
@@ -171,7 +171,7 @@ class Experiment(Settings):
         if self.evaluate.measures_nothing and not self.is_private:
             raise ValueError(
                 "evaluate.test=never without evaluate.validation measures nothing: hold records out, for example "
-                "evaluate.validation=0.1, or take evaluate.test=last"
+                "evaluate.validation=0.1, or set evaluate.test=last"
             )
         if self.evaluate.validation and self.is_private:
             raise ValueError(
@@ -184,13 +184,13 @@ class Experiment(Settings):
         """Raise ValueError for unknown clients in ``forgotten``, and for ``keep_every`` in a run with privacy."""
         if unknown := [client for client in self.forgotten if not 0 <= client < self.num_clients]:
             raise ValueError(
-                f"forgotten={unknown[0]}: the clients are 0 to {self.num_clients - 1}; take one of these numbers"
+                f"forgotten={unknown[0]}: the clients are 0 to {self.num_clients - 1}; use one of these numbers"
             )
         if self.keep_every and (self.is_private or not self.is_synchronous):
             what = "promises privacy" if self.is_private else f"has server {kind_of(self.server)}"
             raise ValueError(
                 f"keep_every={self.keep_every} keeps the server states of earlier rounds for 'fl-sim unlearn', which "
-                f"cannot use those of a run that {what}: leave keep_every out"
+                f"cannot use the states of a run that {what}: leave keep_every out"
             )
 
     def _check_own_server(self) -> None:
@@ -203,7 +203,7 @@ class Experiment(Settings):
         if self.is_private:
             raise ValueError(
                 f"server {kind_of(self.server)} is your own code, and this run promises privacy: the releases of its "
-                "procedure are unknown, so there is no epsilon; take server=synchronous"
+                "procedure are unknown, so there is no epsilon; set server=synchronous"
             )
 
     @model_validator(mode="wrap")
@@ -338,14 +338,14 @@ def defined_in_script(experiment: Experiment) -> str:
 def own_modules(experiment: Experiment) -> tuple[str, ...]:
     """Return the names of the user's own top-level modules. Workers on other machines need the code of these modules.
 
-    The names come from all import paths in the experiment, except that of ``data``, which only the main process
-    imports.
+    The names come from all import paths in the experiment except the path in ``data``: only the main process imports
+    the module of ``data``.
     """
     return tuple(sorted({path.partition(":")[0].partition(".")[0] for path in own_paths(experiment)}))
 
 
 def own_paths(experiment: Experiment) -> list[str]:
-    """Return all import paths (``module:name``) of the user's own code in the settings, except that of ``data``."""
+    """Return all import paths (``module:name``) of the user's own code in the settings, except the path in ``data``."""
     return paths_in(experiment.model_dump(mode="json", exclude={"data"}))
 
 

@@ -25,12 +25,12 @@ def check_fixed_shards(experiment: Any) -> None:
     if experiment.is_private:
         raise ValueError(
             f"{moves}, and this run promises privacy: an epsilon for a client or a record would not cover a record "
-            "that two clients hold; take a partition with fixed shards, such as dirichlet:0.3, or leave the privacy out"
+            "that two clients hold; use a partition with fixed shards, such as dirichlet:0.3, or leave the privacy out"
         )
     for setting, why in _refused(experiment):
         name = setting.partition("=")[0]
         raise ValueError(
-            f"{moves}, and {setting} {why}: leave {name} out, or take a partition with fixed shards, such as "
+            f"{moves}, and {setting} {why}: leave {name} out, or use a partition with fixed shards, such as "
             "dirichlet:0.3"
         )
 
@@ -39,7 +39,7 @@ def _refused(experiment: Any) -> list[tuple[str, str]]:
     """Return the settings that need fixed shards, each with the reason."""
     evaluate = experiment.evaluate
     chosen = [(f"{name}={kind_of(getattr(experiment, name))}", getattr(experiment, name)) for name in _PARTS]
-    once = "has code before, after or instead of the rounds, which may need one fixed shard for each client"
+    once = "runs code outside of the usual rounds, which may need one fixed shard for each client"
     cut = "takes records from one fixed shard for each client"
     found = [(setting, once) for setting, part in chosen if _acts_outside(part) and not follows_moves(part)]
     found += [(setting, once) for setting, part in chosen if isinstance(part, Sharing)]
@@ -54,7 +54,12 @@ def _refused(experiment: Any) -> list[tuple[str, str]]:
     if experiment.forgotten:
         found += [(f"forgotten={'+'.join(map(str, experiment.forgotten))}", "removes the records of fixed shards")]
     if experiment.keep_every:
-        found += [(f"keep_every={experiment.keep_every}", "keeps server states for 'fl-sim unlearn', which needs them")]
+        found += [
+            (
+                f"keep_every={experiment.keep_every}",
+                "keeps server states for 'fl-sim unlearn', which needs fixed shards",
+            )
+        ]
     if experiment.left_out:
         found += [(f"left_out={experiment.left_out:g}", cut)]
     return found

@@ -192,7 +192,7 @@ def entering(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 def _features_before(model: nn.Module, trial: torch.Tensor) -> tuple[torch.Tensor, str]:
     """Return (features, reason): the features of the two records ``trial``, as ``model`` passes them to its head.
 
-    The reason states why features cannot be stored; it is "" if they can. If they can, a hook is added to ``model``:
+    The reason states why features cannot be stored. If they can be stored, the reason is "", and ``model`` gets a hook:
     from now on, a forward pass stops before the head and raises ``_Entered`` with the features.
     """
     calls: list[tuple[Any, Any]] = []

@@ -103,7 +103,7 @@ class Model(Settings):
         if not getattr(experiment.algorithm, "sends_nothing", False):
             raise ValueError(
                 f"{what}, and algorithm {kind_of(experiment.algorithm)} averages their parameters: give one model, or "
-                "take an algorithm whose clients send no parameters, such as local-only"
+                "use an algorithm whose clients send no parameters, such as local-only"
             )
         refused = {
             "model.weights": (self.weights, self.weights not in {"", "none"}),
@@ -161,8 +161,8 @@ class Model(Settings):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default and "lora" not in self.trainable.split(","):
                 raise ValueError(
-                    f"model.{name}={value} is about adapters, and model.trainable={self.trainable} has none: set "
-                    f"model.trainable=lora, or leave model.{name} out"
+                    f"model.{name}={value} is a setting of adapters, and model.trainable={self.trainable} adds no "
+                    f"adapters: set model.trainable=lora, or leave model.{name} out"
                 )
         return self
 
@@ -177,7 +177,7 @@ class RateSchedule(Protocol):
     """A schedule of the learning rate: a class of this module, or a user-defined class."""
 
     def factor(self, server_round: int, rounds: int) -> float:
-        """Return a number of at least 0: the learning rate of a round, divided by ``local.learning_rate``.
+        """Return the factor (at least 0) by which ``local.learning_rate`` is multiplied in a round.
 
         ``server_round``: the number of the round, from 1 to ``rounds``.
         """
@@ -212,7 +212,7 @@ class Exponential(Settings):
 
 
 class Step(Settings):
-    """The learning rate is multiplied by ``decay`` after each group of ``every`` rounds."""
+    """The learning rate is multiplied by ``decay`` once per ``every`` rounds."""
 
     kind: Literal["step"] = "step"
     every: int = Field(10, ge=1)
@@ -233,7 +233,7 @@ class Step(Settings):
 
 
 class Cosine(Settings):
-    """The learning rate is multiplied by half a cosine wave, from 1 in the first round to ``final`` after the last."""
+    """The learning rate is multiplied by half a cosine wave: 1 in the first round, ``final`` after the last round."""
 
     kind: Literal["cosine"] = "cosine"
     final: float = Field(0.0, ge=0, le=1)
@@ -337,12 +337,12 @@ class Local(Settings):
     def check(self, experiment: Choices) -> None:
         """Raise ValueError if ``privacy`` is the user's own class, or if another setting rules out BatchNorm layers.
 
-        Some aggregators, and attacks, do not support the running statistics of BatchNorm layers.
+        Attacks and some aggregators do not support the running statistics of BatchNorm layers.
         """
         if is_own_kind(self.privacy):
             raise ValueError(
-                f"local.privacy {kind_of(self.privacy)} is your own code, and no epsilon would cover it: take dp-sgd "
-                "or local-dp, or write an algorithm with a trainer of its own and no epsilon "
+                f"local.privacy {kind_of(self.privacy)} is your own code, and no epsilon would cover it: use dp-sgd "
+                "or local-dp, or write an algorithm with its own trainer and no epsilon "
                 "(examples/private_steps.py)"
             )
         aggregator, attack, chosen = experiment.aggregator, experiment.attack, f"local.batch_norm={self.batch_norm}"
@@ -355,8 +355,9 @@ class Local(Settings):
             )
         if kind_of(aggregator) != "mean":
             raise ValueError(
-                f"{chosen} works with aggregator mean only: {kind_of(aggregator)} compares single updates, and running "
-                "statistics are no part of an update; leave aggregator out, or take a model with nn.GroupNorm"
+                f"{chosen} works only with aggregator mean: {kind_of(aggregator)} compares the updates of single "
+                "clients, and running statistics are not part of an update; leave aggregator out, or take a model with "
+                "nn.GroupNorm"
             )
         if not is_none(attack):
             raise ValueError(
@@ -451,8 +452,8 @@ class Evaluate(Settings):
     ``test_is_public``: true states that the test records of the user's own data are public. A run that promises privacy
     measures models on public records only, because the measures are published and no epsilon covers them.
 
-    ``clients``: the records on which each client's own model is measured. "own" takes the test records from a client's
-    sources (such as writers), if the data name the sources. "class-shares" takes records of the test set with the
+    ``clients``: the records on which each client's own model is measured. "own" uses the test records from a client's
+    sources (such as writers), if the data name the sources. "class-shares" uses records of the test set with the
     client's class distribution. "pooled:0.25" merges the training set and the test set, partitions all records, and
     holds out a quarter of each client's records as its test records. This is PFLlib's protocol; the test set then
     consists of all clients' test records. "none" measures the server's model only. ``personal_every``: a number n. The
@@ -563,13 +564,13 @@ def held_out(shards: Parts, share: float, seed: int) -> tuple[Parts, Parts]:
         if count == len(own):
             raise UserError(
                 f"evaluate.validation={share:g} holds out all {len(own)} records of client {client}, so none are left "
-                "for training: take a smaller share, or fewer clients"
+                "for training: use a smaller share, or fewer clients"
             )
         own[rng(seed, "validation", client).permutation(len(own))[:count]] = True
     if not chosen.any():
         raise UserError(
             f"evaluate.validation={share:g} holds no records out, because no client has two records: leave it out, or "
-            "take fewer clients"
+            "use fewer clients"
         )
     return shards.where(~chosen), shards.where(chosen)
 

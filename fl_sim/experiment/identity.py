@@ -13,7 +13,10 @@ from fl_sim.kinds import ReadingFurther
 from fl_sim.own_code import digests, edited
 from fl_sim.store import private
 
-CURE = "--again (again=True) repeats the run and moves the old files aside, another --out leaves them as they are"
+CURE = (
+    "--again (again=True) repeats the run and moves the old files to another folder; another --out keeps the old files "
+    "unchanged"
+)
 
 
 @dataclass(frozen=True)

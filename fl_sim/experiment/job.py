@@ -110,7 +110,7 @@ class Job:
 
     @cached_property
     def members(self) -> NDArray[np.int64]:
-        """The IDs, ascending, of the clients that may take part in rounds: those not held out for evaluation."""
+        """The ascending IDs of the clients that may take part in rounds: all clients that are not held out."""
         everybody = self.experiment.num_clients
         held_out = everybody - self.experiment.num_members
         return own_tests.members(everybody, held_out, self.experiment.seed_of_partition)
@@ -129,7 +129,7 @@ class Job:
 
     @property
     def num_validated(self) -> int:
-        """The number of validation records: those of the data set, or else those that clients hold out."""
+        """The number of validation records: the data set's own, or, without these, the records held out by clients."""
         # if the data set has validation records, the run uses them: job_of refuses other settings
         given = self.dataset.validation
         return len(self.validation.records) if given is None else len(given)
@@ -241,7 +241,9 @@ class Job:
             source.note(dataset.input_shape, dataset.vocabulary) if source is not None else "",
             self.frozen_in_words,
             "the frozen body's features are computed once for each record" if isinstance(self.body, FrozenBody) else "",
-            f"every step computes the frozen body: {self.body}" if self.body and isinstance(self.body, str) else "",
+            f"the features of the frozen body cannot be stored, so every step computes them: {self.body}"
+            if self.body and isinstance(self.body, str)
+            else "",
         ]
         return [*filter(None, said)]
 
@@ -351,7 +353,7 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     if not dataset.has_labels and job.predicts_classes:
         raise UserError(
             f"{without_settings(experiment.data)} has no labels, and model {experiment.model.name} predicts classes: "
-            "set data.label=COLUMN, or take a model that predicts the next token, such as model=decoder"
+            "set data.label=COLUMN, or use a model that predicts the next token, such as model=decoder"
         )
     if experiment.evaluate.measures_clients:
         job = _with_own_tests(job, pooled)
@@ -419,7 +421,7 @@ def device_of(experiment: Experiment) -> torch.device:
     """Return the device of this process. Raises UserError if the settings require a GPU and none is visible."""
     if experiment.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "device=cuda, but this process sees no CUDA device: take device=cpu, or use the GPUs of a Ray cluster by "
+            "device=cuda, but this process sees no CUDA device: set device=cpu, or use the GPUs of a Ray cluster by "
             "engine=ray engine.gpus=1"
         )
     return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -457,7 +459,7 @@ def precision_of(experiment: Experiment, device: torch.device) -> Precision:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         return precision
     where = "a CPU" if device.type == "cpu" else "a GPU older than NVIDIA's Ampere"
-    raise UserError(f"local.precision={precision} changes nothing on {where}: leave it out, or train on a newer GPU")
+    raise UserError(f"local.precision={precision} has no effect on {where}: leave it out, or train on a newer GPU")
 
 
 def _scaled(dataset: Dataset, normalise: str) -> Dataset:
@@ -469,7 +471,7 @@ def _scaled(dataset: Dataset, normalise: str) -> Dataset:
         return dataset
     if normalise == "unit" and len(dataset.input_shape) != 3:
         raise UserError(
-            f"normalise=unit scales images to [-1, 1], and the records of {dataset.name} are feature vectors: take "
+            f"normalise=unit scales images to [-1, 1], and the records of {dataset.name} are feature vectors: set "
             "normalise=published, or none to leave the vectors as they are"
         )
     mean, std = (0.5, 0.5) if normalise == "unit" else (0.0, 1.0)
@@ -525,11 +527,11 @@ def _check_tested(experiment: Experiment) -> None:
     if isinstance(algorithm, Pooling) and algorithm.pools_test_records:
         raise UserError(
             f"algorithm {kind_of(algorithm)} uses {what} as its public pool, and this run promises privacy: {public} "
-            "they are public and belong to no client, or take another public pool"
+            "they are public and belong to no client, or use another public pool"
         )
     if evaluate.test != "never":
         raise UserError(
-            f"evaluate.test={evaluate.test} publishes measures on {what}, which no epsilon covers, and this run "
+            f"evaluate.test={evaluate.test} publishes measures on {what}, which no epsilon covers, but this run "
             f"promises privacy: {public} they are public, or set evaluate.test=never, which measures nothing"
         )
 
@@ -542,7 +544,7 @@ def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
     asked, given = experiment.evaluate.validation == "given", dataset.validation
     if asked and given is None:
         raise UserError(
-            f"evaluate.validation=given, and {dataset.name} has no validation records of its own: set "
+            f"evaluate.validation=given, but {dataset.name} has no validation records of its own: set "
             "evaluate.validation=0.1, which holds out a tenth of every client's training records, or see docs/data.md"
         )
     if given is not None and not asked:
@@ -562,7 +564,7 @@ def _check_sequences(experiment: Experiment) -> None:
         if isinstance(part, FeatureSkew) or (isinstance(part, Computing) and part.computes_with_records):
             raise UserError(
                 f"{what} {kind_of(part)} computes with the numbers in records, and the records of {experiment.data} "
-                f"contain token ids, which have no numerical meaning: take another {what}"
+                f"contain token ids, which have no numerical meaning: use another {what}"
             )
 
 
@@ -629,12 +631,12 @@ def _without_some(experiment: Experiment, shards: Parts) -> Parts:
         raise UserError(
             f"{what} follows from the seed, which is published, and this run promises privacy for the records of "
             f"{without_settings(experiment.data)}: the seed would reveal which of them trained the model; remove "
-            "the setting left_out, or take a public data set"
+            "the setting left_out, or use a public data set"
         )
     coins = rng(experiment.seed, "left out").random(1 + int(shards.records.max()))
     left = shards.where(coins[shards.records] >= experiment.left_out)
     if not len(left.records):
-        raise UserError(f"{what} leaves no training record to any client: take a smaller number")
+        raise UserError(f"{what} leaves no training record to any client: use a smaller number")
     return left
 
 
@@ -650,7 +652,7 @@ def _set_aside(experiment: Experiment, dataset: Dataset) -> NDArray[np.int64]:
             counts[f"{name} {kind_of(part)}"] = part.num_set_aside
     if len(counts) > 1:
         raise UserError(
-            f"{' and '.join(counts)} both set training records aside for the server, and it has one set of records: "
+            f"{' and '.join(counts)} both set training records aside for the server, but it has one set of records: "
             "leave one of them out"
         )
     count = sum(counts.values())
@@ -731,7 +733,7 @@ def _drawn(
     if isinstance(scheme, ByLabels) and scheme.uses_labels and not dataset.has_labels:
         raise UserError(
             f"partition={kind_of(scheme)} divides records by their labels, and {without_settings(dataset.name)} has no "
-            "labels: set data.label=COLUMN, or take partition=iid, natural (by the column data.client) or quantity:0.5"
+            "labels: set data.label=COLUMN, or set partition=iid, natural (by the column data.client) or quantity:0.5"
         )
     try:
         if isinstance(scheme, RecordSkew) and num_clients > 1:
@@ -788,7 +790,7 @@ def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> P
 
 
 def public_facts(dataset: Dataset) -> dict[str, Any]:
-    """Return the public facts of ``dataset``, as JSON values, for nodes (client machines) with data of their own.
+    """Return the public facts of ``dataset``, as JSON values, for nodes (client machines) with their own data.
 
     The public facts are the shape of a record, the number of classes, and the constants of normalisation.
     """
@@ -813,12 +815,12 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
         )
     if has_moving_shards(experiment):
         raise UserError(
-            f"partition={kind_of(experiment.partition)} moves records of the server's data set between clients, and "
-            "this node has records of its own: take a partition with fixed shards, such as iid"
+            f"partition={kind_of(experiment.partition)} moves records of the server's data set between clients, but "
+            "this node has records of its own: use a partition with fixed shards, such as iid"
         )
     if experiment.left_out:
         raise UserError(
-            f"left_out={experiment.left_out:g} chooses records of the server's data set, and this node has records of "
+            f"left_out={experiment.left_out:g} chooses records of the server's data set, but this node has records of "
             "its own: remove the setting left_out"
         )
     own = load(name, None, experiment.features)

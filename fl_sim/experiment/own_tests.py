@@ -29,19 +29,19 @@ def of_sources(dataset: Dataset, shards: Parts) -> Parts:
     """
     if dataset.train.groups is None or dataset.test.groups is None:
         raise UserError(
-            f"evaluate.clients=own needs the source of each training and test record, and {dataset.name} does not name "
-            "them: take evaluate.clients=class-shares or pooled:0.25, or name the sources (docs/data.md)"
+            f"evaluate.clients=own needs the source of each training and test record, but {dataset.name} does not name "
+            "them: set evaluate.clients=class-shares or pooled:0.25, or name the sources (docs/data.md)"
         )
     found = OwnTests.of(shards, dataset.train.groups, dataset.test.groups, dataset.test.labels)
     if found is None:
         raise UserError(
-            "evaluate.clients=own needs clients with one source each, or sources with one client each, and here "
-            "several clients share a source and have other sources, too: take partition=natural or domain, or "
+            "evaluate.clients=own needs clients with one source each, or sources with one client each, but here "
+            "several clients share a source and have other sources, too: set partition=natural or domain, or "
             "evaluate.clients=class-shares"
         )
     if not found.counts.any():
         raise UserError(
-            f"evaluate.clients=own: no test record of {dataset.name} is from a source of a client; take "
+            f"evaluate.clients=own: no test record of {dataset.name} is from a source of a client; set "
             "evaluate.clients=class-shares or pooled:0.25"
         )
     return group(np.where(found.owners < 0, len(shards), found.owners), len(shards))
@@ -64,14 +64,14 @@ def with_class_shares(dataset: Dataset, shards: Parts, seed: int, *, keeps_sourc
         return Parts.of(_class_shares(held, everything, dataset.test.labels, rng(seed, "own test records")))
     if dataset.train.groups is None or dataset.test.groups is None:
         raise UserError(
-            f"evaluate.clients=class-shares takes test records of each client's own source, and {dataset.name} does "
-            "not name the sources of its test records: name them (docs/data.md), or take evaluate.clients=pooled:0.25"
+            f"evaluate.clients=class-shares takes test records of each client's own source, but {dataset.name} does "
+            "not name the sources of its test records: name them (docs/data.md), or set evaluate.clients=pooled:0.25"
         )
     source_of = _only_sources(shards, dataset.train.groups)
     if source_of is None:
         raise UserError(
             "evaluate.clients=class-shares takes test records of each client's own source, but some clients have "
-            "training records of several sources: take evaluate.clients=pooled:0.25"
+            "training records of several sources: set evaluate.clients=pooled:0.25"
         )
     records = [everything[:0]] * len(shards)
     for source in np.unique(source_of[shards.sizes > 0]).tolist():
@@ -197,7 +197,7 @@ def cut(dataset: Dataset, shards: Parts, share: float, seed: int) -> tuple[Datas
         own[rng(seed, "own test records", client).permutation(len(own))[:count]] = True
     if not is_test.any():
         raise UserError(
-            f"evaluate.clients=pooled:{share:g} finds no client with two records: take fewer clients, or "
+            f"evaluate.clients=pooled:{share:g} finds no client with two records: use fewer clients, or "
             "evaluate.clients=class-shares"
         )
     tests = shards.where(is_test)

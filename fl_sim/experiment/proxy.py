@@ -17,11 +17,11 @@ def proxy_records(job: Job, name: str) -> Source:
     if found.input_shape != dataset.input_shape or found.vocabulary != dataset.vocabulary:
         raise UserError(
             f"algorithm.proxy={name} has records of shape {found.input_shape}, and {experiment.data} has records of "
-            f"shape {dataset.input_shape}: take a proxy of the same shape"
+            f"shape {dataset.input_shape}: use a proxy of the same shape"
         )
     if found.train.inputs.dtype != dataset.train.inputs.dtype:
         raise UserError(
             f"algorithm.proxy={name} has {found.train.inputs.dtype} records, and {experiment.data} has "
-            f"{dataset.train.inputs.dtype}: take a proxy with records of the same type"
+            f"{dataset.train.inputs.dtype}: use a proxy with records of the same type"
         )
     return resident(found.train, dataset, job.device)

@@ -18,8 +18,8 @@ from fl_sim.types import Params
 class CompiledPasses:
     """The forward and the backward pass of a model, by the compiled trainer, in float32 on the CPU.
 
-    Its methods are those of ``fl_sim.training.features.Passes``. ``frozen``: the values of the parameters that callers
-    leave out.
+    The class implements ``fl_sim.training.features.Passes``. ``frozen``: the values of all parameters that callers do
+    not pass.
     """
 
     kernel: Kernel
@@ -29,14 +29,14 @@ class CompiledPasses:
     def logits(self, params: Params, records: torch.Tensor) -> torch.Tensor:
         """Return the logits, (n, classes), of ``records``, (n, *input shape), for the weights ``params``.
 
-        PyTorch can compute first derivatives of the logits by ``params`` and by ``records``. A second derivative raises
-        UserError.
+        PyTorch can compute first derivatives of the logits with respect to ``params`` and ``records``. A second
+        derivative raises UserError.
         """
         logits: torch.Tensor = _Logits.apply(self.kernel, self.stack, self._vector(params), records)
         return logits
 
     def input_slopes(self, params: Params, records: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of each record's cross-entropy by this record. The result has no derivatives."""
+        """Return the gradient of each record's cross-entropy with respect to the record, without derivatives."""
         return self.kernel.input_slopes(self.stack, self._vector(params), records, labels)
 
     def _vector(self, params: Params) -> torch.Tensor:
@@ -87,5 +87,6 @@ class _Gradients(torch.autograd.Function):
     def backward(ctx: Any, *slopes: torch.Tensor) -> Any:
         del ctx, slopes
         raise UserError(
-            "a loss term with first_order=True differentiated a gradient of the model: leave first_order out"
+            "a loss term needs a second derivative of the model, which its first_order=True excludes: remove "
+            "first_order=True"
         )

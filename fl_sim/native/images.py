@@ -26,7 +26,7 @@ class _Painters(ctypes.Structure):
 def are_painters(discriminator: nn.Module, generator: nn.Module) -> bool:
     """Return True if the compiled code supports this discriminator and this generator of images.
 
-    The shapes of all weights and the slopes of LeakyReLU must be those of the compiled networks.
+    The networks must have the same shapes of weights and slopes of LeakyReLU as the compiled networks.
     """
     if not (isinstance(discriminator, nn.Sequential) and isinstance(generator, nn.Sequential)):
         return False
@@ -89,7 +89,7 @@ class ImageDiscriminator(_Images):
         self.check(real)
         self.check(fake)
         if len(real) != len(fake):
-            raise ValueError(f"{len(fake)} fakes need as many real records, not {len(real)}")
+            raise ValueError(f"{len(fake)} fake records need {len(fake)} real records, not {len(real)}")
         made, chosen = np.empty(self.num_parameters), np.arange(len(real))
         nets = _Painters(self.start(), None, self.channels, self.num_classes, 0)
         call(

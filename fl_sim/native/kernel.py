@@ -151,7 +151,7 @@ class Kernel:
     def backward(
         self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor, slopes: torch.Tensor, *, to_inputs: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the gradients of sum(``slopes`` * logits), by the parameters and by the records: the backward pass.
+        """Return the gradients of sum(``slopes`` * logits) with respect to the parameters and to the records.
 
         ``params``, ``inputs``: as for ``infer``. ``slopes``: float32, (n, classes). ``to_inputs``: if False, the second
         gradient is None. The gradients equal PyTorch's up to rounding. Other Python threads can run meanwhile. Raises
@@ -163,7 +163,7 @@ class Kernel:
     def input_slopes(
         self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
     ) -> torch.Tensor:
-        """Return the gradient of each record's cross-entropy by this record, of the shape of ``inputs``.
+        """Return the gradient of each record's cross-entropy with respect to the record, in the shape of ``inputs``.
 
         ``params``, ``inputs``: as for ``infer``. ``labels``: int64, (n,). Raises IndexError for a label outside of the
         model's classes, and ValueError as ``backward`` does.
@@ -221,7 +221,7 @@ class Kernel:
     def is_this_versions(self) -> bool:
         """Return True if the loaded library was compiled for this version of fl-sim.
 
-        Both must have the same C++ sources, and the same layout of the C structure of a request.
+        The library must have this version's C++ sources and its layout of the C structure ``Request``.
         """
         try:
             sources, layout = self.function("sources"), self.function("layout")

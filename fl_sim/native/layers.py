@@ -28,7 +28,7 @@ FIELDS = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _MOST_OF_ONE_PIXEL, _MOST_OF_MANY = 300, 1400
-"""Limits for convolutions: with more multiplications per output number, PyTorch is faster than the compiled code.
+"""Limits for the multiplications per output value of a convolution. Above them, PyTorch is faster than compiled code.
 
 The first limit is for kernels of 1 pixel. The second limit is for kernels of more than 3 x 3 pixels.
 ``benchmarks/large_layers.py`` measures these limits. The compiled code is never slower for 3 x 3 convolutions and for
@@ -137,10 +137,10 @@ def products_of(stack: Stack) -> list[int]:
 
 
 def slower_here(stack: Stack) -> str:
-    """Return the reason why PyTorch trains a model faster than the compiled trainer; empty if the trainer is faster.
+    """Return the reason why PyTorch trains a model faster than the compiled trainer; empty if PyTorch is slower.
 
-    The reason names large convolutions. It is empty if these convolutions have less than half of the model's
-    multiplications.
+    The only possible reason is large convolutions: PyTorch is faster if at least half of the model's multiplications
+    are in large convolutions.
     """
     products, slow = products_of(stack), dict[int, dict[str, int]]()
     for index, row in enumerate(rows_of(stack)):
@@ -174,11 +174,12 @@ class _Rows:
     is_fork: bool = True
 
     def append(self, row: dict[str, int]) -> None:
-        """Add a layer as a new row, or as a part of the row before it, if the compiled trainer computes both together.
+        """Add a layer as a new row, or include it in the previous row.
 
-        The trainer does so for a ReLU, and for 2 x 2 pooling after a convolution.
+        It is included in the previous row if the compiled trainer computes both layers together: a ReLU, and 2 x 2
+        pooling after a convolution.
 
-        The order of ReLU and pooling may change, because the maximum of rectified numbers equals the rectified maximum.
+        ReLU and max pooling can be exchanged, because the maximum of rectified numbers equals the rectified maximum.
         """
         last = {"kind": _RELU} if self.is_fork else self.rows[-1]
         halves = row["kind"] == _POOL and row.items() >= _HALVING.items()

@@ -13,9 +13,9 @@ from fl_sim.types import Params
 def weighted_mean(items: Sequence[Params], weights: Sequence[float]) -> Params:
     """Return the weighted mean, sum_i weights_i * items_i / sum_i weights_i.
 
-    The computation is defined so that all machines get the same bits: a float64 sum in the given order, with one fused
-    multiply-add for each item and the float64 factor weights_i / sum(weights). At the end the sum is rounded to the
-    items' own type. Raises ValueError if the sum of the weights is not positive.
+    The computation is defined so that all machines get the same bits: a float64 sum in the given order. Each item is
+    multiplied by the float64 factor weights_i / sum(weights) and added, as one fused multiply-add. At the end the sum
+    is rounded to the type of the items. Raises ValueError if the sum of the weights is not positive.
     """
     total = math.fsum(weights)
     if total <= 0:

@@ -148,7 +148,8 @@ class Perceptron:
         places = np.arange(len(real)) if chosen is None else chosen
         if places.dtype != np.int64 or places.shape != (len(fake),) or not places.flags.c_contiguous:
             raise ValueError(
-                f"{len(fake)} fakes need as many indices of real records, int64, not {places.dtype} {places.shape}"
+                f"{len(fake)} fake records need {len(fake)} indices of real records, int64, not {places.dtype} "
+                f"{places.shape}"
             )
         made = np.empty(self.num_parameters)
         rows = ctypes.byref(real.described), _POINTER(address(places)), ctypes.byref(fake.described)
@@ -199,7 +200,7 @@ class TwoWays:
 def call(kernel: Kernel, name: str, *arguments: Any) -> None:
     """Call the C function ``fl_sim_NAME`` of the library. Other Python threads can run during the call.
 
-    Raises MemoryError if memory runs short, and IndexError for rows or classes that do not exist.
+    Raises MemoryError if there is not enough memory, and IndexError for rows or classes that do not exist.
     """
     outcome = kernel.function(name)(*arguments)
     if outcome == _STRANGE:
@@ -322,7 +323,7 @@ class Adversaries(Generic[D]):
             raise ValueError(
                 "each network's weights must be views of the vector of its Adam optimizer, in order and without gaps, "
                 f"and the moving average must have {self.generator.num_parameters} numbers, one for each weight of the "
-                f"generator (it has {len(self.mean)}): pass the optimizers and the average of these two networks"
+                f"generator, not {len(self.mean)}: pass the optimizers and the average of these two networks"
             )
         self.total = np.zeros(self.discriminator.num_parameters)
         made = self.generator.num_outputs, self.generator.num_classes
@@ -344,8 +345,8 @@ class Adversaries(Generic[D]):
             noise is None or _are_plain(noise, np.float64, len(adam.weights))
         ):
             raise ValueError(
-                f"{number} fakes need as many indices of real records, and {len(adam.weights)} weights need as many "
-                "numbers of noise"
+                f"{number} fake records need {number} indices of real records, and {len(adam.weights)} weights need as "
+                "many numbers of noise"
             )
         adam.steps += 1
         call(
@@ -384,7 +385,7 @@ def row_of(numbers: torch.Tensor) -> NDArray[np.float32]:
 
 
 def _lie_in(vector: NDArray[np.float32], weights: list[torch.nn.Parameter]) -> bool:
-    """Return True if ``weights`` (tensors) are, in their order, consecutive parts of ``vector`` and fill all of it."""
+    """Return True if the tensors ``weights``, in this order, fill the memory of ``vector`` without gaps."""
     starts = np.cumsum([0, *(weight.numel() for weight in weights)])
     places = [weight.data_ptr() - address(vector) for weight in weights]
     return places == [4 * start for start in starts[:-1]] and len(vector) == starts[-1]

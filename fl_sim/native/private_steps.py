@@ -107,7 +107,7 @@ def train(kernel: Kernel, stack: Stack, job: KernelJob, draws: PrivateDraws) -> 
     """Train the client of ``job`` by private steps (DP-SGD). The result has no loss, because a loss is not private.
 
     ``draws`` defines the private steps, so the field ``private`` in the plan of ``job`` must be None. Other Python
-    threads can run meanwhile. Raises ValueError and IndexError as ``Kernel.train`` does, and the exceptions of
+    threads can run during the call. Raises ValueError and IndexError as ``Kernel.train`` does, and the exceptions of
     ``draws.exactly``.
     """
     size, steps = num_in(stack.layout), job.task.settings.num_steps(len(job.labels))

@@ -59,8 +59,8 @@ class Draws:
     def of(cls, task: LocalTask, plan: LocalPlan, count: int, generator: np.random.Generator) -> Self:
         """Return the random choices for training with ``count`` records.
 
-        ``generator`` draws them in the same order as in ``training.loop.train``, so that both trainers make the same
-        choices. The key of the dropout masks is drawn last.
+        ``generator`` draws them in the same order as in ``training.loop.train``, so that the compiled trainer makes the
+        same choices as that function. The key of the dropout masks is drawn last.
         """
         settings = task.settings
         passes, batches = settings.num_passes(count), settings.num_batches(count)

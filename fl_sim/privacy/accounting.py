@@ -7,8 +7,8 @@ computation never gives 0.
 
 The choice of a release may depend on the results of earlier releases. Then the Renyi order with the smallest epsilon
 also depends on these results, so the epsilon at this order is not proven. A Renyi filter gives a proof (Feldman and
-Zrnic 2021). It adds up the Renyi divergences at a single order (``epsilon_at``). This order is fixed before the first
-release (``fixed_order``).
+Zrnic 2021). The filter adds up the Renyi divergences at a single order (``epsilon_at``). This order is fixed before the
+first release (``fixed_order``).
 """
 
 import math
@@ -78,7 +78,7 @@ def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> floa
 
 @dataclass(frozen=True)
 class Bounds:
-    """The epsilons of some releases by the RDP and the PLD accountant. Both are upper bounds, so the smaller is valid.
+    """The epsilons of some releases by the RDP and the PLD accountant: two upper bounds, so the smaller one is valid.
 
     ``rdp``: the epsilon of the RDP accountant. ``pld``: the epsilon of the PLD accountant, None if no PLD was
     computed. ``reason``: the reason why no PLD was computed.
@@ -101,9 +101,9 @@ class Bounds:
     def in_words(self) -> str:
         """Return a sentence for privacy statements: the two epsilons, or the reason why no PLD was computed."""
         if self.pld is None:
-            return f"This is the bound of the RDP accountant; {self.reason}"
+            return f"Epsilon is the bound of the RDP accountant; {self.reason}"
         return (
-            f"This is the smaller of two sound bounds: {rounded_up(self.rdp)} by the RDP accountant, "
+            f"Epsilon is the smaller of two sound bounds: {rounded_up(self.rdp)} by the RDP accountant, "
             f"{rounded_up(self.pld)} by the PLD accountant"
         )
 
@@ -159,8 +159,8 @@ def fixed_order(first: Mapping[dp_event.DpEvent, int], epsilon: float, delta: fl
 
     A privacy filter limits releases that are chosen one after another. ``first``: the releases that are planned before
     the first output. The result is the order at which the budget, ``epsilon`` at ``delta``, allows the most repetitions
-    of ``first``. The order depends on nothing else. The result is infinite if ``first`` fits into the budget only by
-    adding up pure epsilons (epsilons at delta 0).
+    of ``first``. The order depends only on the arguments. The result is infinite if ``first`` fits into the budget only
+    by adding up pure epsilons (epsilons at delta 0).
     """
     curve, room = compose(first), epsilon - prices(valid_delta(delta))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -192,9 +192,9 @@ def noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier with which ``steps`` releases cost at most ``target_epsilon`` at ``delta``.
 
-    ``amplify``: a function from the privacy event of the Gaussian mechanism to the event of this mechanism on a sampled
-    cohort. An example is ``partial(amplify_poisson, sampling_rate=0.1)``. The result exceeds the exact minimum by at
-    most 0.01 %. The result is never below 0.01.
+    ``amplify``: a function that converts the privacy event of the Gaussian mechanism to the event of this mechanism on
+    a sampled cohort. An example is ``partial(amplify_poisson, sampling_rate=0.1)``. The result exceeds the exact
+    minimum by at most 0.01 %. The result is never below 0.01.
     """
     if steps < 1:
         raise UserError(f"{steps} steps: give at least 1")
@@ -265,8 +265,8 @@ def most_that_fit(
 ) -> int:
     """Return the largest number n for which the releases ``charges(n)`` jointly cost at most ``target_epsilon``.
 
-    ``charges``: a function that returns all releases for n, such as those of n rounds, as {event: number of releases}.
-    ``charges(0)`` must cost at most ``target_epsilon``.
+    ``charges``: a function that returns all releases for n, such as the releases of n rounds, as {event: number of
+    releases}. ``charges(0)`` must cost at most ``target_epsilon``.
     """
     _check_target(target_epsilon)
     fits = _most(lambda number: epsilon_of_counts(charges(number), delta), target_epsilon, start=0)
@@ -339,7 +339,9 @@ def _most(spent: Callable[[int], float], target: float, start: int) -> int:
     while spent(fits + stride) <= target:
         fits, stride = fits + stride, 2 * stride
         if fits > _MOST_STEPS:
-            raise UserError(f"more than {_MOST_STEPS} steps fit epsilon {target:g}: set the number of steps instead")
+            raise UserError(
+                f"more than {_MOST_STEPS} steps cost at most epsilon {target:g}: set the number of steps instead"
+            )
     too_many = fits + stride
     while too_many - fits > 1:
         middle = (fits + too_many) // 2

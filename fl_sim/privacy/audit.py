@@ -43,7 +43,7 @@ class ProfileAudit:
     """The result of a privacy-profile audit: at each epsilon, the claimed delta and a proven lower bound on delta.
 
     ``epsilons``: the audited epsilons. ``claimed``: the claimed delta at each of these epsilons. ``lower_bounds``:
-    proven lower bounds on delta, which hold jointly at the confidence of the audit. ``estimates``: estimated deltas,
+    proven lower bounds on delta, jointly valid at the confidence of the audit. ``estimates``: estimated deltas,
     without confidence. ``epsilon_lower_bound``: a lower bound on epsilon at the delta of the audit, proven at the same
     confidence; 0 if nothing is proven.
     """
@@ -154,7 +154,8 @@ def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]
     lower bound on epsilon. Nasr et al. 2023 fit a mechanism's trade-off curve in the same way.
 
     The search begins at ``noise_multiplier``, the noise multiplier of the audited mechanism. Returns infinity if the
-    claim for 100 times this noise is not refuted, and a quarter of this noise if the claim for a quarter is refuted.
+    audit does not refute the claim for 100 times this noise multiplier. Returns a quarter of this noise multiplier if
+    the audit refutes the claim for this quarter.
     """
 
     def is_refuted(noise: float) -> bool:
@@ -207,11 +208,11 @@ class Guess:
 def guess(
     scores: NDArray[np.float64], taking_part: NDArray[np.bool_], delta: float, *, confidence: float = CONFIDENCE
 ) -> tuple[Guess, ...]:
-    """Guess "in" for the canaries with the highest scores, and "out" for as many canaries with the lowest scores.
+    """Guess "in" for the canaries with the highest scores, and "out" for the same number with the lowest scores.
 
     ``scores``: (canaries,). ``taking_part``: (canaries,), True for canaries that took part in the run. Equal scores are
     ranked by their index, so the order of the canaries must not depend on ``taking_part``. Returns one ``Guess`` for
-    each share of guessed canaries in ``SHARES``. The lower bounds of all shares hold jointly at ``confidence``.
+    each share of guessed canaries in ``SHARES``. The lower bounds of all shares are jointly valid at ``confidence``.
     """
     order = np.argsort(scores, kind="stable")
     found = []
@@ -227,7 +228,7 @@ def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: fl
     """Return the largest epsilon that the canaries' guesses refute at ``delta``; 0 if none is refuted.
 
     ``guesses``: the number of guesses. ``correct``: the number of correct guesses. An epsilon is refuted if an
-    (epsilon, delta)-DP run has so many correct guesses with a probability below ``level``.
+    (epsilon, delta)-DP run has at least ``correct`` correct guesses with a probability below ``level``.
 
     ``level``: the probability of a false refutation.
     """
@@ -245,7 +246,7 @@ def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: fl
 def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
     """Return an upper bound on the probability of ``correct`` or more correct guesses in an (epsilon, delta)-DP run.
 
-    The bound is theorem 5.2. ``guesses``: the number of guesses.
+    The bound is theorem 5.2 of Steinke et al. 2023. ``guesses``: the number of guesses.
 
     At delta 0 each guess is correct with probability at most p = e^epsilon / (1 + e^epsilon), whatever the other
     guesses are. For a positive delta, a term is added: 2 m delta times the largest P(correct > W >= correct - i) / i
@@ -271,7 +272,7 @@ def epsilon_estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_]
 
     The canaries that took part in the run and the other canaries are two groups. The estimate is the epsilon of two
     Gaussians that are as far apart as the scores of the two groups. ``scores``, ``taking_part``: shape (canaries,).
-    Returns 0 if the canaries in the run have no higher scores, and infinity for an estimate above 500.
+    Returns 0 if the canaries in the run have no higher scores than the others, and infinity for an estimate above 500.
     """
     members, others = scores[taking_part], scores[~taking_part]
     shift, spread = float(members.mean() - others.mean()), float(max(members.std(ddof=1), others.std(ddof=1)))
@@ -316,8 +317,8 @@ def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[
     ``estimate``: an estimate of delta, P1 - e^epsilon P0, without a confidence bound.
 
     E is the set of outputs whose score exceeds a threshold, which is chosen on the scores ``fit`` of one half of the
-    runs. P0 and P1 are the probabilities of E in world 0 and world 1. Their bounds come from the scores ``judge`` of
-    the other half. ``level``: the error probability of each bound.
+    runs. P0 and P1 are the probabilities of E in world 0 and world 1. The bounds on P0 and P1 come from the scores
+    ``judge`` of the other half. ``level``: the error probability of each bound.
     """
     threshold = _best_threshold(fit, lambda p1, p0: p1 - math.exp(epsilon) * p0)
     hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)

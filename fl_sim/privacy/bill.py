@@ -5,8 +5,8 @@ A bill contains releases that were made and releases that are planned.
 An adversary may see all releases about the same records, from runs with any epsilon and seed. So the cost for a record
 is the joint cost of all these releases. The largest epsilon of a single run would be too small.
 
-If several runs use one release, such as a pool of synthetic records or the labels of PATE, it counts once. A release
-that protects a client protects each record of this client. So the release counts in the bill of a record, too
+If several runs use one release, such as a pool of synthetic records or the labels of PATE, this release counts once. A
+release that protects a client protects each record of this client. So the release counts in the bill of a record, too
 (``payments_of_unit``). A release that protects records protects no client.
 """
 
@@ -44,8 +44,9 @@ class Payment:
     the adjacency of ``epsilon`` and ``delta``. ``charged``: the planned releases, as mappings {event: number of
     releases}. There are several mappings if the cost differs between units, such as between the records of different
     clients; otherwise one. ``charged`` is empty if the events are unknown, or if ``epsilon`` is a privacy budget.
-    ``plan``: the planned releases in the same form, also if ``epsilon`` is a privacy budget. ``simulation_only``: True
-    if the noise comes from a published seed. ``on_records``: False for a release that read only synthetic records.
+    ``plan``: the planned releases in the form of ``charged``, given even if ``epsilon`` is a privacy budget.
+    ``simulation_only``: True if the noise comes from a published seed. ``on_records``: False for a release that read
+    only synthetic records.
     """
 
     unit: str
@@ -66,8 +67,8 @@ class RunPayments:
     ``data``: the name of the data set, "" if it is unknown. ``clients``: the partition, as a text. ``payments``: one
     for each privacy statement of the run; None if the run's releases are unknown. ``bare``: True if the run published
     something about the records without a guarantee. ``content``: a digest of the records, independent of the data set's
-    name; "" if it is unknown. ``by_name``: True if these records can be compared with those of other runs only by the
-    name ``data``.
+    name; "" if it is unknown. ``by_name``: True if these records can be compared with the records of other runs only by
+    the name ``data``.
     """
 
     data: str
@@ -80,10 +81,10 @@ class RunPayments:
 
 @dataclass(frozen=True)
 class Total:
-    """The joint privacy cost of ``releases`` (a number) under one adjacency, as two valid pairs (epsilon, delta).
+    """The joint privacy cost of several releases under one adjacency, as two valid pairs (epsilon, delta).
 
-    ``plain``: the sum of all epsilons and the sum of all deltas. ``joint``: epsilon and delta from the composition
-    of all events; equal to ``plain`` if the composition gives no bound.
+    ``releases``: the number of releases. ``plain``: the sum of all epsilons and the sum of all deltas. ``joint``:
+    epsilon and delta from the composition of all events; equal to ``plain`` if the composition gives no bound.
     """
 
     adjacency: Adjacency
@@ -94,14 +95,15 @@ class Total:
 
 @dataclass(frozen=True)
 class Bill:
-    """The joint privacy cost of ``runs`` (a number of runs) about the records of ``data``, for one privacy ``unit``.
+    """The joint privacy cost of several runs about the records of one data set, for one privacy unit.
 
-    ``clients``: the partition of the records, "" if the unit is not the client. ``totals``: the costs of the private
-    releases, one for each adjacency. ``bare``: the number of runs that published something without a guarantee.
-    ``elsewhere``: the number of runs whose releases protect only other units. ``unknown``: the number of runs whose
-    releases are unknown. ``simulated``: the number of releases with noise from a published seed. ``also``: other names
-    of the data set with these records. ``by_name``: the number of runs that identify their records only by name, 0 if
-    all runs are known to be about the same records.
+    ``runs``: the number of runs. ``data``: the name of the data set. ``unit``: the privacy unit. ``clients``: the
+    partition of the records, "" if the unit is not the client. ``totals``: the costs of the private releases, one for
+    each adjacency. ``bare``: the number of runs that published something without a guarantee. ``elsewhere``: the number
+    of runs whose releases protect only other units. ``unknown``: the number of runs whose releases are unknown.
+    ``simulated``: the number of releases with noise from a published seed. ``also``: other names of the data set with
+    these records. ``by_name``: the number of runs that identify their records only by name, 0 if all runs are known to
+    be about the same records.
     """
 
     data: str
@@ -161,20 +163,22 @@ class Bill:
             lines = [f"{about}: none, since {' and '.join(why)}", f"The private releases alone cost {costs}"]
         elif len(self.totals) > 1:
             lines.append(
-                f"Under replacing one {self.unit}, all of them together have no guarantee"
+                f"Under replacing one {self.unit}, all private releases together have no guarantee"
                 if self.epsilon is None
-                else f"All of them under replacing one {self.unit}, which is at most removing one and adding another: "
+                else f"All private releases together, under replacing one {self.unit} (a removal and an addition): "
                 f"epsilon {rounded_up(self.epsilon)} at delta {self.delta:.4g}"
             )
         if self.elsewhere:
-            lines.append(f"Not included here: {self.elsewhere} of the runs, whose releases protect other units alone")
+            lines.append(
+                f"Not included here: {self.elsewhere} of the runs, whose releases protect only other privacy units"
+            )
         if self.simulated:
             lines.append(
                 f"{self.simulated} of these releases drew their noise from a published seed: a simulation only"
             )
         if self.by_name:
             lines.append(
-                f"{self.by_name} of all runs here identify their records by the name of the data set alone (an earlier "
+                f"{self.by_name} of all runs here identify their records only by the name of the data set (an earlier "
                 "version or another machine made these runs). If two such names mean the same records, the costs of "
                 "both add up"
             )
@@ -215,11 +219,11 @@ def bills(runs: Sequence[RunPayments]) -> list[Bill]:
 
 
 def payments_of_unit(run: RunPayments, unit: str, clients: str = "") -> tuple[Payment, ...]:
-    """Return all payments of a run that count for one privacy unit, ``unit``.
+    """Return all payments of a run that belong to the bill of one privacy unit, ``unit``.
 
     The privacy costs that a report shows for this run are computed from these payments. If the unit is a record,
-    payments for clients count, too: a changed record changes the data of its client. ``clients``: the partition of the
-    records, if the unit is the client.
+    payments for clients are included, too: a changed record changes the data of its client. ``clients``: the partition
+    of the records, if the unit is the client.
     """
     own = [one for one in run.payments or () if one.unit == unit and _whose(run, unit) == clients]
     if unit != "record":
@@ -248,7 +252,7 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
         is_within = terms.budget is not None and terms.budget < spent
         epsilon = terms.budget if is_within else none_if_infinite(spent)
     else:
-        # all planned releases, or only as many as the budget allows
+        # all planned releases, or the number of releases that the budget allows
         plan = Counter({from_json(one["event"]): one["times"] for one in said["planned_events"]})
         epsilon = said["epsilon"]
         is_within = epsilon is not None and epsilon == terms.budget
@@ -257,7 +261,7 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
 
 
 def _of_a_record(payment: Payment, relation: Adjacency) -> Payment:
-    """Convert a payment for a release that protects clients to a payment for the unit record.
+    """Convert a payment for the unit client to a payment for the unit record.
 
     ``relation``: the adjacency of the new payment.
     """
@@ -338,7 +342,7 @@ def _bill(data: str, unit: str, clients: str, runs: Sequence[RunPayments]) -> Bi
 
 
 def _has_others(run: RunPayments, unit: str, clients: str) -> bool:
-    """Return True if a run made a release that protects only other privacy units than ``unit``.
+    """Return True if a run made a release that does not protect ``unit``, but another privacy unit.
 
     The bill of ``unit`` leaves this release out.
     """
@@ -347,7 +351,7 @@ def _has_others(run: RunPayments, unit: str, clients: str) -> bool:
 
 
 def _released(payments: Iterable[Payment]) -> list[Payment]:
-    """Return one payment for each release: the largest one if several runs paid for it.
+    """Return one payment for each release: the largest payment if several runs paid for the same release.
 
     The payments may differ, because an interrupted run has paid for only a part of the release.
     """
@@ -392,7 +396,7 @@ def _stated_under(payment: Payment) -> frozenset[Adjacency]:
 def _joined(payments: Sequence[Payment]) -> tuple[float, float]:
     """Return the joint (epsilon, delta) of ``payments``, by composing all their privacy events.
 
-    All payments must have the same adjacencies. A single payment keeps its own epsilon and delta.
+    All payments must have the same adjacencies. For a single payment, the result is the payment's epsilon and delta.
     """
     if len(payments) == 1:
         return payments[0].epsilon or 0.0, payments[0].delta

@@ -7,11 +7,11 @@ rate):
 * ``GaussianDpEvent(z)`` and ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``: one unit is added or removed. The
   sensitivity of the sum is S.
 * ``TruncatedSubsampledGaussianDpEvent(K, 1.0, m, z)``: m of K units are drawn without replacement, and one unit is
-  replaced. The sensitivity is 2S. Accountants of this event include the factor 2, so the event takes z, not z/2.
+  replaced. The sensitivity is 2S. Accountants of this event include the factor 2, so the event has z, not z/2.
   (``SampledWithoutReplacementDpEvent(GaussianDpEvent(z))`` would be wrong: its z is relative to the *sensitivity*.)
 * ``SkellamDpEvent`` and ``DiscreteGaussiansDpEvent``: integer noise; their field ``vectors`` determines the adjacency.
 * ``LaplaceDpEvent(scale)``, ``DiscreteLaplaceDpEvent(epsilon, 1)`` and ``BoundedRangeDpEvent(epsilon)``: pure epsilon
-  (1 / scale for the first) when one unit is added or removed.
+  (1 / scale for ``LaplaceDpEvent``) when one unit is added or removed.
 
 ``SelfComposedDpEvent(event, T)`` means T releases of ``event``.
 """
@@ -36,8 +36,8 @@ class BoundedRangeDpEvent(dp_event.DpEvent):  # type: ignore[misc] # comes witho
     """The event of an ``epsilon``-bounded-range mechanism, which is ``epsilon``-DP when one unit is added or removed.
 
     Its privacy loss lies in a range of width epsilon. So it costs at most epsilon^2 / 8 in zCDP, zero-concentrated
-    differential privacy (Cesar, Rogers 2021). This is a quarter of the bound for an arbitrary mechanism with the same
-    pure epsilon. An example is the exponential mechanism: it chooses a result of utility u with a probability in
+    differential privacy (Cesar, Rogers 2021). This cost is a quarter of the bound for an arbitrary mechanism with the
+    same pure epsilon. An example is the exponential mechanism: it chooses a result of utility u with a probability in
     proportion to exp(epsilon u / (2 sensitivity of u)).
     """
 

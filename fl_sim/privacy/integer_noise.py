@@ -2,9 +2,10 @@
 
 * Skellam noise is the difference of two independent Poisson variables of the same mean. A sum of Skellam variables is
   Skellam again (Agarwal, Kairouz, Liu 2021, "The Skellam mechanism for differentially private federated learning").
-* A discrete Gaussian variable of parameter s^2 is k with a probability proportional to exp(-k^2 / (2 s^2)). See
-  Canonne, Kamath, Steinke 2020. A sum of such variables is only approximately a discrete Gaussian. See Kairouz, Liu,
-  Steinke 2021, "The distributed discrete Gaussian mechanism for federated learning with secure aggregation".
+* A discrete Gaussian variable of parameter s^2 has the value k with a probability proportional to
+  exp(-k^2 / (2 s^2)). See Canonne, Kamath, Steinke 2020. A sum of such variables is only approximately a discrete
+  Gaussian. See Kairouz, Liu, Steinke 2021, "The distributed discrete Gaussian mechanism for federated learning with
+  secure aggregation".
 
 A number is drawn by comparing the binary digits of a uniform number with a table of the distribution function. The
 entries of the table have 127 digits, and the table ends where the tail is below 2^-130. So the distribution of a drawn
@@ -39,8 +40,8 @@ def drawn(
 ) -> NDArray[np.int64]:
     """Return ``count`` independent noise numbers (integers), drawn from the stream (purpose, round) of ``noise``.
 
-    ``variance``: the variance of a Skellam number, or the parameter s^2 of a discrete Gaussian number. It must be a
-    multiple of 1 / ``VARIANCE_STEPS``. A variance of 0 gives zeros.
+    ``variance``: the variance of a Skellam number, or the parameter s^2 of a discrete Gaussian number. ``variance``
+    must be a multiple of 1 / ``VARIANCE_STEPS``. A variance of 0 gives zeros.
     """
     if variance == 0:
         return np.zeros(count, np.int64)
@@ -62,7 +63,7 @@ def drawn(
 class NoiseTable:
     """A table of the distribution function of |N|, the absolute value of a noise number N.
 
-    Entry k is P(|N| <= k) times 2^127, rounded down: ``high`` holds its first 63 binary digits, ``low`` its last 64.
+    Entry k is P(|N| <= k) times 2^127, rounded down: ``high`` is the first 63 binary digits, ``low`` the last 64.
     """
 
     high: NDArray[np.uint64]

@@ -5,11 +5,11 @@ release. The ledger charges or refuses each cost before the release is made.
 
 The ledger composes the events of all charges, by RDP or PLD, and compares the epsilon with the budget. The budget was
 fixed before the first charge. For every charge the log is locked and read again, and the charge is on the disk before
-``charge`` returns. So after a crash, a stored charge may be without its release, but no release is without a stored
-charge. All processes that use one log share one budget.
+``charge`` returns. So after a crash, the log may contain a charge without a release, but there is never a release
+without a charge in the log. All processes that use one log share one budget.
 
-The first line of the log holds a random id and the terms. Every further line holds a charge and its chain digest: the
-SHA-256 of the previous digest in the chain followed by the charge. A receipt is the number of charges and the last
+The first line of the log contains a random id and the terms. Every further line contains a charge and its chain digest:
+the SHA-256 of the previous digest in the chain followed by the charge. A receipt is the number of charges and the last
 chain digest. A run stores the receipt with the results that the charges paid for. So a log that was cut, edited or
 exchanged does not match its receipts. The chain is no signature: it does not detect that a log and all of its receipts
 were rewritten.
@@ -43,7 +43,7 @@ _FORMAT: Final = 2
 _LONGEST_LINE: Final = 64 * 1024  # maximum length of a line in bytes; a line of fl-sim has a few hundred bytes
 _PAUSE: Final = 0.01  # seconds between two attempts to lock the charge log
 _LARGEST: Final = 256 * 1024**2  # maximum size of the charge log in bytes, enough for about a million charges
-_CURE: Final = "put an unchanged copy of it back, or start a new run in a fresh directory, which is charged again"
+_CURE: Final = "put an unchanged copy of it back, or start a new run (charged again) in a fresh directory"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class Charge:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Proof that a charge log held certain charges (entries). It is stored with the results that the charges paid for.
+    """Proof that a charge log contained certain charges (entries).
+
+    A receipt is stored with the results that the charges paid for.
 
     ``ledger``: the random id of the charge log. ``charges``: the number of charges, counted from the first one.
     ``digest``: the chain digest after the last of these charges.
@@ -86,7 +88,9 @@ class Receipt:
                 not more and type(charges) is int and charges >= 0
             ):
                 return cls(ledger, charges, digest)
-        raise RunError(f"{repr(value)[:200]} is not the receipt of a privacy ledger: the file that holds it is damaged")
+        raise RunError(
+            f"{repr(value)[:200]} is not the receipt of a privacy ledger: the file with this receipt is damaged"
+        )
 
 
 class Ledger:
@@ -119,9 +123,10 @@ class Ledger:
 
     @property
     def receipt(self) -> Receipt:
-        """Return the receipt (the proof) of all charges so far, to be stored with the results that they paid for.
+        """Return the receipt (the proof) of all charges so far.
 
-        A ledger in memory has no receipt, so the caller must not ask for it.
+        The caller stores the receipt with the results that the charges paid for. A ledger in memory has no receipt, so
+        the caller must not use this property.
         """
         assert self._log is not None
         return self._log.receipt
@@ -142,12 +147,15 @@ class Ledger:
             return self.terms.budget is None or _finite_at_most(self._epsilon_after(event), self.terms.budget)
 
     def catch_up(self) -> None:
-        """Read the charges that other processes have added to the charge log. Then ``epsilon`` includes their costs."""
+        """Read the charges that other processes have added to the charge log.
+
+        Then ``epsilon`` includes the costs of these charges.
+        """
         with self._up_to_date():
             pass
 
     def has_charged(self, release: str, noise: str) -> bool:
-        """Return True if the ledger already holds a charge for the release ``release`` with the same noise.
+        """Return True if the ledger already contains a charge for the release ``release`` with the same noise.
 
         ``noise``: an identity of the key from which the noise is drawn. A second charge of this release costs nothing.
         """
@@ -161,8 +169,8 @@ class Ledger:
         release, which costs again.
 
         Raises BudgetExhausted, and charges nothing, if the cost would exceed the budget. Raises UserError if the
-        adjacency of ``event`` is not the ledger's. Raises RunError if the ledger holds another event under the same
-        name and key.
+        adjacency of ``event`` differs from the ledger's. Raises RunError if the ledger contains another event under the
+        same name and key.
         """
         self._check_adjacency(event)
         with self._up_to_date() as append:
@@ -309,7 +317,7 @@ class ChargeLog:
         except OSError as error:
             raise RunError(
                 f"{self._path} cannot be opened for charging ({error.strerror}), so nothing may be released: "
-                "make it a plain file that you may write, not a link"
+                "make it a plain file, not a link, with write permission"
             ) from error
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -339,7 +347,7 @@ class ChargeLog:
         """
         start = b'{"release": "' if self._digests else b'{"ledger": '
         if not (line.startswith(start) or start.startswith(line) or not line.strip(b"\0")):
-            self._damaged("it is not as this program writes it")
+            self._damaged("it does not have the format of a charge log")
         before = self._end
         try:
             charges = self._take(line + b"\n")
@@ -367,7 +375,7 @@ class ChargeLog:
         try:
             value = json.loads(line)
             if not isinstance(value, dict) or _line(value) != line:
-                self._damaged("it is not as this program writes it")
+                self._damaged("it does not have the format of a charge log")
         except (ValueError, RecursionError) as error:
             self._damaged("it is not JSON", error)
         return value
@@ -396,7 +404,7 @@ class ChargeLog:
             case _:
                 self._damaged("it is not a charge")
         if value["chain"] != _digest(self._digests, value) or len(value) != 5:
-            self._damaged("it does not follow from the lines before it: a line was changed, added or taken out")
+            self._damaged("its digest does not match the lines before it: a line was changed, added or removed")
         if spent is not None and not events.is_number(spent):
             self._damaged(f"epsilon {spent!r} is not a number from 0 up")
         try:

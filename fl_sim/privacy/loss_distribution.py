@@ -1,9 +1,9 @@
 """Epsilon by the privacy loss distribution, PLD (Doroshenko et al. 2022, computed by dp_accounting).
 
-dp_accounting rounds the privacy loss to a grid. Its epsilon is an upper bound for every grid spacing. The spacing is
-chosen so large that a computation takes only seconds. The Fourier transforms that compose distributions have rounding
-errors in both directions. For a small delta these errors would dominate the result. So epsilon is computed at delta
-minus a bound on the errors. No PLD is computed if this bound is more than half of delta.
+dp_accounting rounds the privacy loss to a grid. The resulting epsilon is an upper bound for every grid spacing. The
+spacing is chosen so large that a computation takes only seconds. The Fourier transforms that compose distributions have
+rounding errors in both directions. For a small delta these errors would dominate the result. So epsilon is computed at
+delta minus a bound on the errors. No PLD is computed if this bound is more than half of delta.
 """
 
 import math
@@ -77,7 +77,10 @@ def reason_against(steps: Steps, delta: float, by_rdp: float) -> str:
     if (error := rounding_error(steps)) > delta / 2:
         return f"no PLD was computed, because its rounding errors, up to {error:.1g}, are too large for delta {delta:g}"
     if by_rdp > _MOST_EPSILON:
-        return f"no PLD was computed, because an epsilon above {_MOST_EPSILON:g} protects little by any accountant"
+        return (
+            f"no PLD was computed, because an epsilon above {_MOST_EPSILON:g} gives little protection, whatever the "
+            "accountant"
+        )
     if sum(count for _, count in merged(steps)) > _MOST_STEPS:
         return f"no PLD was computed, because the PLD of more than {_MOST_STEPS} sampled steps takes too long"
     return ""

@@ -16,14 +16,14 @@ as private as the exact mechanism, with nothing added to epsilon or delta. The p
    ``DECIDED``. The further digits of such a U change N / g by less than TOLERANCE / 200. For all other numbers (about
    one in 44,000), the first 127 digits of U are compared with the probability of the boundary, which is computed to as
    many digits as needed. If 127 digits do not decide, further digits are drawn. Next to a boundary, the compiled code
-   first compares 63 digits with this probability in float64. Its result is used if the relative difference of the
-   two numbers is more than ``CLOSE``.
+   first compares 63 digits with this probability in float64. This comparison decides if the relative difference of U
+   and the probability is more than ``CLOSE``.
 
 Assumptions: ChaCha20 under a random key gives random bits. ``scipy.special.ndtri``, ``numpy.log`` and the compiled
-quantile (``fl_sim/native/normals.h``) have errors below ``TOLERANCE`` grid steps. ``TOLERANCE`` is about 400 times
-their documented error, and a test compares them with mpmath, tails included. The C library's ``erfc`` has an error
-below ``CLOSE`` / 100, and the rounding of its argument changes the result by less than CLOSE / 20. mpmath is right to
-the requested number of digits.
+quantile (``fl_sim/native/normals.h``) have errors below ``TOLERANCE`` grid steps. ``TOLERANCE`` is about 400 times the
+documented error of these functions, and a test compares the functions with mpmath, including the tails. The C library's
+``erfc`` has an error below ``CLOSE`` / 100, and the rounding of its argument changes the result by less than CLOSE /
+20. mpmath is right to the requested number of digits.
 
 Adaptive clipping: Andrew et al. 2021, algorithm 1.
 """
@@ -51,12 +51,12 @@ scale of a Laplace distribution) is less than 2^21 g. Half a unit of the 63rd di
 Q(U) / g is at most 1.3 x 2^-26.
 """
 CLOSE: Final = 2.0**-43
-"""If U and a boundary's probability differ by more than this relative amount, float64 decides which is larger.
+"""Relative difference of U and a boundary's probability, above which float64 decides which of them is larger.
 
 U is above ``DECIDED``, so the digits after its 63rd digit change U by a relative amount below 2^-46.
 """
 _GRID_BITS: Final = 20  # a grid step is at most 2^-20 standard deviations of the noise
-_GUARD: Final = 32  # the probability of a boundary is computed to this many more binary digits than U has
+_GUARD: Final = 32  # a boundary's probability has this number of binary digits more than U
 _BLOCK: Final = 2**15  # noise numbers are computed in blocks of this length, which fit into the processor's cache
 _LEAST_NOISE: Final = 1e-6  # smallest noise multiplier; its epsilon is already above 10^11
 _ZEROS: Final = memoryview(bytes(2**19))  # zero bytes: their ChaCha20 ciphertext is the random stream
@@ -77,9 +77,10 @@ class Normals(Protocol):
         ...
 
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-        """Multiply the N(0, 1) numbers by ``ratio``, round the products to whole numbers, and write these to ``out``.
+        """Multiply the N(0, 1) numbers by ``ratio``, round the products to whole numbers, and write them to ``out``.
 
-        Returns the indices of the numbers whose rounding also depends on the second word. The caller rounds these.
+        Returns the indices of the numbers whose rounding also depends on the second word. The caller rounds these
+        numbers.
         """
         ...
 
@@ -113,7 +114,7 @@ class Noise:
 
     @classmethod
     def secret(cls) -> "Noise":
-        """Return a source of secret noise; every call takes a fresh key from the operating system."""
+        """Return a source of secret noise; every call gets a new key from the operating system."""
         return cls(os.urandom(32), simulation_only=False)
 
     @classmethod
@@ -173,7 +174,7 @@ class Noise:
         return self._words(count, purpose, server_round) < np.uint64(below)
 
     def gaussian_number(self, place: int, count: int, std: float, *, purpose: str, server_round: int) -> float:
-        """Return one number of the array that ``gaussian`` returns for the same arguments, without the others.
+        """Return one number of the array that ``gaussian`` returns for the same arguments; no other is computed.
 
         ``place``: the index of this number in the array.
         """
@@ -293,7 +294,7 @@ def clipping_norm_on_grid(clipping_norm: float, std: float, dimension: int, *, s
     if std < _LEAST_NOISE * clipping_norm:
         raise UserError(
             f"noise of {std / clipping_norm:g} clipping norms hides nothing: choose a noise_multiplier of at least "
-            f"{_LEAST_NOISE:g}, or 0 to go without noise and without a guarantee"
+            f"{_LEAST_NOISE:g}, or 0 for no noise and no guarantee"
         )
     rounding = (summands * (summands + 2) + dimension + 8) * 2.0**-52
     remaining = clipping_norm * (1 - rounding) - grid_spacing(std) * math.sqrt(dimension)
@@ -309,7 +310,7 @@ def add_noise(total: NDArray[np.float64], std: float, steps: NDArray[np.float64]
     """Return ``total``, rounded to the grid, plus the noise ``steps`` (whole grid steps) of standard deviation ``std``.
 
     The result is the exact sum of the rounded total and the noise, rounded to float64. So the result reveals nothing
-    but this sum. With ``std`` 0 there is neither grid nor noise, and ``total`` is returned unchanged.
+    but this sum. If ``std`` is 0, there is no grid and no noise: ``total`` is returned unchanged.
     """
     if std == 0:
         return total
@@ -326,13 +327,14 @@ def update_noise_multiplier(noise_multiplier: float, count_std: float) -> float:
 
     With this noise multiplier, the noisy updates and the noisy clipping counts together cost as much as one release
     with noise multiplier z. ``count_std`` is sigma_b, the standard deviation of the noise on the sum of (b_i - 1/2),
-    whose sensitivity is 1/2. Raises UserError if the noisy counts by themselves would cost more than z allows.
+    whose sensitivity is 1/2. Raises UserError if the noisy counts alone would cost more than a release with noise
+    multiplier z.
     """
     if not 2 * count_std > noise_multiplier > 0:
         raise UserError(
             f"adaptive clipping with count_noise {count_std:g} leaves no privacy budget for the updates at "
-            f"noise_multiplier {noise_multiplier:g}: choose a positive noise_multiplier, and count_noise above half of "
-            "it"
+            f"noise_multiplier {noise_multiplier:g}: choose a positive noise_multiplier, and count_noise larger than "
+            "noise_multiplier / 2"
         )
     return float((noise_multiplier**-2 - (2 * count_std) ** -2) ** -0.5)
 
@@ -343,7 +345,7 @@ def next_clipping_norm(
     """Return the clipping norm of the next round, S exp(-eta (b~ - gamma)).
 
     S is the ``clipping_norm`` of this round, and eta is the ``learning_rate``. ``noisy_share`` is b~, the noisy share
-    of updates with a norm of at most S. ``target_quantile`` is gamma. S falls where b~ is above gamma.
+    of updates with a norm of at most S. ``target_quantile`` is gamma. If b~ is above gamma, S decreases.
     """
     return clipping_norm * math.exp(-learning_rate * (noisy_share - target_quantile))
 

@@ -79,9 +79,10 @@ class SumGrid:
         """Return the scale: a number x of a clipped vector becomes x * scale, in steps of the rounding grid.
 
         Let m be the number of clients, c the clipping norm, and d the padded dimension. The standard deviation of a
-        number of the sum has three parts. The first part is m c / sqrt(d). It comes from m vectors of the largest norm
-        in one direction, after the rotation. The second part is the noise. The third part is the rounding of m numbers,
-        at most sqrt(m) / 2 grid steps. Raises UserError if the bits are too few for the rounding of that many clients.
+        number of the sum has three parts. The first part is m c / sqrt(d). This part comes from m vectors of the
+        largest norm in one direction, after the rotation. The second part is the noise. The third part is the rounding
+        of m numbers, at most sqrt(m) / 2 grid steps. Raises UserError if the bits are too few for the rounding errors
+        of all clients.
         """
         room = (self.modulus / 2 / self.headroom) ** 2 - self.shares / 4
         if room <= 0:
@@ -96,7 +97,8 @@ class SumGrid:
         """Return the largest squared L2 norm of a client's rounded vector, in grid steps."""
         length, d = self.scale * self.clipping_norm, self.padded
         certain = (length + math.sqrt(d)) ** 2
-        # In the paper, the last two terms have the factor sqrt(2 log(1 / beta)). It is 1 here, because beta = e^(-1/2).
+        # In the paper, the last two terms have the factor sqrt(2 log(1 / beta)). This factor is 1 here, because beta =
+        # e^(-1/2).
         probable = length**2 + d / 4 + length + math.sqrt(d) / 2
         return math.floor(min(certain, probable))
 
@@ -133,7 +135,7 @@ class SumGrid:
 
     @property
     def std_of_mean(self) -> float:
-        """Return an upper bound on the standard deviation of each mean value's error by noise and rounding."""
+        """Return an upper bound on the standard deviation of the error by noise and rounding in each mean value."""
         variance = self.shares * (self.share_variance + 0.25)
         return math.sqrt(variance) / self.scale / self.shares
 
@@ -150,7 +152,7 @@ def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float
         tried = replace(grid, noise_multiplier=noise_multiplier)
         return epsilon_of_counts({tried.event(tried.shares): rounds}, delta)
 
-    assert grid.scale > 0  # ``scale`` raises UserError if the numbers have too few bits for so many clients
+    assert grid.scale > 0  # ``scale`` raises UserError if the numbers have too few bits for all clients
     try:
         found = least_noise(spent, epsilon, "rdp")
     except UserError as error:

@@ -178,7 +178,7 @@ def integer_noise_curve(event: dp_event.DpEvent, orders: NDArray[np.float64]) ->
 
 
 def _skellam_curve(event: SkellamDpEvent, orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the bound of Agarwal, Kairouz and Liu 2021 at integer orders, and its interpolation between them.
+    """Return the bound of Agarwal, Kairouz and Liu 2021 at integer orders, and interpolated values at other orders.
 
     (order - 1) times the divergence is a convex function of the order, and 0 at order 1. So a linear interpolation
     between two orders is an upper bound.
@@ -262,7 +262,7 @@ def _log_moments(rate: float, noise: float) -> dict[int, float]:
         few = n - 1  # number of terms k = 2, ..., n in the sum A(n) - 1
         exponents = terms[:few] + factorials[n] - factorials[few - 1 :: -1] + np.arange(few - 1, -1, -1) * rest
         largest = exponents.max()
-        # The same as scipy's logsumexp, but eight times as fast for so few numbers.
+        # The same as scipy's logsumexp, but eight times as fast for a few numbers.
         log_less_one = largest + np.log(np.exp(exponents - largest).sum()) if math.isfinite(largest) else largest
         logs[n] = float(np.logaddexp(0.0, log_less_one))
     return logs
@@ -293,8 +293,8 @@ def _mixture_divergence(order: float, rate: float, shift: float) -> float:
 
     The integral is computed by the trapezoid rule. The integrand has Gaussian tails, and is analytic in a strip about
     the real line. The strip ends at the zeros of the second density, so its half-width is pi / s. Therefore the error
-    falls as exp(-2 pi (pi / s) / step). With the step chosen here, only rounding errors are left, and a margin covers
-    these errors.
+    decreases as exp(-2 pi (pi / s) / step). With the step chosen here, only rounding errors are left, and a margin
+    covers these errors.
     """
     reach = shift * (2 * order - 1)  # the position of that peak of the integrand which is farthest from 0
     num_points = int(16 * max(1.0, shift) * (reach + shift + 24)) + 1

@@ -35,7 +35,7 @@ _MOST_TRIALS: Final = 1e6
 
 @dataclass(frozen=True)
 class NegativeBinomialTrials:
-    """A truncated negative binomial number of trials, at least 1 (definition 1).
+    """A truncated negative binomial number of trials, at least 1 (Papernot and Steinke 2022, definition 1).
 
     P(K = k) is proportional to (1 - gamma)^k times the product of (l + eta) / (l + 1) over l = 0, ..., k - 1.
 
@@ -63,7 +63,7 @@ class NegativeBinomialTrials:
         return math.exp(brentq(lambda log_gamma: self._mean_at(log_gamma) - self.mean, lowest, -1e-12, xtol=1e-15))
 
     def _mean_at(self, log_gamma: float) -> float:
-        """Return the expected number of trials for the logarithm of gamma, below 0."""
+        """Return the expected number of trials. ``log_gamma``: the logarithm of gamma, below 0."""
         odds = -math.expm1(log_gamma) * math.exp(-log_gamma)
         return odds / -log_gamma if self.eta == 0 else odds * self.eta / -math.expm1(self.eta * log_gamma)
 
@@ -76,7 +76,10 @@ class NegativeBinomialTrials:
         return np.concatenate([[0.0], first * np.cumprod(np.concatenate([[1.0], ratios]))])[: most + 1]
 
     def cost(self, run: Curve) -> Curve:
-        """Return the selection's Renyi divergences at ``ORDERS`` (theorem 2). ``run``: the divergences of one run."""
+        """Return the selection's Renyi divergences at ``ORDERS``, by theorem 2 of Papernot and Steinke 2022.
+
+        ``run``: the divergences of one run.
+        """
         if self.mean == 1:
             return run
         spread = (1 - 1 / _ORDERS) * run + math.log(1 / self.gamma) / _ORDERS
@@ -100,7 +103,9 @@ class PoissonTrials:
         return np.asarray(stats.poisson(self.mean).pmf(np.arange(most + 1)))
 
     def cost(self, run: Curve) -> Curve:
-        """Return the selection's Renyi divergences at ``ORDERS`` (theorem 6). ``run``: the divergences of one run.
+        """Return the selection's Renyi divergences at ``ORDERS``, by theorem 6 of Papernot and Steinke 2022.
+
+        ``run``: the divergences of one run.
 
         At order a, one run must be (log(a / (a - 1)), delta)-private. This delta is computed from ``run``. Theorem 6
         leaves out the outcome "no trial", which has the same probability for all data. The cost here includes it.

@@ -33,7 +33,7 @@ _NEIGHBOURS: Final = {
 
 @dataclass(frozen=True)
 class Coverage:
-    """The outputs of a run that a privacy statement covers, and those that it does not cover.
+    """The outputs of a run that a privacy statement covers, and the outputs that it does not cover.
 
     ``covers``: the covered outputs, in words. ``does_not_cover``: the outputs that are not protected, in words.
     ``simulation_only``: True if the noise is seeded, so that anybody with the seed can subtract it.
@@ -78,7 +78,8 @@ class UncoveredFacts:
             else ""
         )
         tested = (
-            f" {self.tested_on[:1].upper()}{self.tested_on[1:]} are taken to be public: measures on them cost nothing."
+            f" {self.tested_on[:1].upper()}{self.tested_on[1:]} count as public, so measures on them have no privacy "
+            "cost."
             if self.tested_on
             else ""
         )
@@ -246,16 +247,15 @@ def _in_words(terms: Terms, account: _Account, epsilon: float | None, source: st
         return f"none: at least one release has no noise, so {change} may be visible in it"
     if epsilon is None:
         return (
-            "none that holds wherever the run stops, because neither a number of releases nor a budget was fixed "
-            "beforehand. "
-            f"{_so_far(account)}"
+            "none: the number of releases was not fixed beforehand, and no budget limits them. So no epsilon is valid "
+            f"for every moment at which the run may stop. {_so_far(account)}"
         )
     if not (account.spent or account.promised):
-        return "complete: nothing is released"
+        return "complete privacy: nothing is released"
     shown = rounded_up(epsilon)
     said = (
         f"({shown}, {terms.delta:g})-differential privacy under {change}: except with probability about "
-        f"{terms.delta:g}, it makes no released result more than e^{shown} times as likely. {source}"
+        f"{terms.delta:g}, this change makes no released result more than e^{shown} times as likely. {source}"
     )
     if account.again:
         said += (
@@ -271,7 +271,7 @@ def _so_far(account: _Account) -> str:
     if not account.spent:
         return "Nothing has been released yet"
     realised = none_if_infinite(account.realised.least)
-    cost = "have no epsilon" if realised is None else f"cost epsilon {rounded_up(realised)}"
+    cost = "have no finite epsilon" if realised is None else f"cost epsilon {rounded_up(realised)}"
     return (
         f"The {account.spent.total()} releases so far {cost}; this is the epsilon spent and no guarantee, because the "
         "moment at which a run stops may depend on its releases"

@@ -90,7 +90,7 @@ def epsilon_in_words(epsilon: float | None) -> str:
 def check_two_given(quantities: Mapping[str, object]) -> None:
     """Raise UserError if more than one of three ``quantities`` of a plan, {option: value}, is None.
 
-    One missing quantity follows from the two others.
+    One missing quantity follows from the other two quantities.
     """
     missing = [name for name, value in quantities.items() if value is None]
     if len(missing) > 1:

@@ -70,7 +70,7 @@ def privacy_notes(rows: Mapping[str, Sequence[Sequence[PrivacyStatement]]], *, a
     lines = []
     if promises:
         found = "; ".join(f"{where}: {', '.join(_epsilons(of_row))}" for where, of_row in promises.items())
-        lines = [f"Privacy of each run by itself (terms: docs/privacy.md), {found}."]
+        lines = [f"Privacy of each single run (terms: docs/privacy.md), {found}."]
         owners = {f"{row} ({unit})" for row, runs in rows.items() for some in runs for unit in _units(some)}
         lines += [f"{what}: {_by_owner(said, owners)}" for what, said in limits.items() if said]
     protected = {row: [any(one.protects for one in statements) for statements in runs] for row, runs in rows.items()}

@@ -79,7 +79,7 @@ class PrivacyStatement(FileModel):
 
     @property
     def limits(self) -> str:
-        """Return sentences that list the outputs that the guarantee covers, and those that it does not cover."""
+        """Return sentences that list the outputs that the guarantee covers, and the outputs that it does not cover."""
         covered = f"It covers: {self.covers.rstrip('.')}." if self.covers and self.protects else ""
         left_out = f"It does not cover: {self.does_not_cover.rstrip('.')}." if self.does_not_cover else ""
         return f"{covered} {left_out}".strip()
@@ -240,17 +240,17 @@ class MeasureFacts(FileModel):
     @model_validator(mode="after")
     def _is_square(self) -> "MeasureFacts":
         if self.confusion and any(len(row) != len(self.confusion) for row in self.confusion):
-            raise ValueError("confusion must have as many columns as rows")
+            raise ValueError("confusion must have equal numbers of rows and columns")
         return self
 
 
 class ResultFile(FileModel):
     """The part of ``result.json`` that a report reads. Accuracies are in [0, 1].
 
-    A file of an older version may lack ``is_private``; its run then counts as private. ``image_shape``: (channels,
+    A file of an older version may lack ``is_private``; the run is then treated as private. ``image_shape``: (channels,
     height, width) of the images from which the features were computed. ``by_client``: the lists with one number per
-    client, {"FIELD.by_client.NAME": list}. They come from the key ``by_client`` of any field of the file. Each number
-    is in [0, 1]; None if it is unknown.
+    client, {"FIELD.by_client.NAME": list}. These lists come from the key ``by_client`` of any field of the file. Each
+    number is in [0, 1]; None if it is unknown.
     """
 
     algorithm: str = ""

@@ -3,7 +3,7 @@
 The gallery has a folder for each table. A person writes the file ``about.toml`` in this folder (class ``About``). The
 files ``table.json`` and ``table.csv`` are copies of the files that ``fl-sim table`` wrote; ``table.csv`` is optional.
 If a folder has no ``table.json``, the runs of its table are still missing. The file ``leaderboard.toml`` defines the
-leaderboard page: a list of questions, which tables of the gallery answer.
+leaderboard page: a list of questions that tables of the gallery answer.
 """
 
 import csv
@@ -113,7 +113,7 @@ class Question(_FileModel):
     @model_validator(mode="after")
     def _check_heat_map(self) -> Self:
         if self.heat_map and (self.best or self.published or not self.rows):
-            raise ValueError("a question with heat_map needs rows, and takes neither best nor published")
+            raise ValueError("a question with heat_map needs rows, and must not have best or published")
         return self
 
 

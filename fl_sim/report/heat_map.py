@@ -37,5 +37,5 @@ def row_groups(maps: Sequence[HeatMap]) -> dict[str, str]:
 
 
 def column_groups(maps: Sequence[HeatMap]) -> dict[str, str]:
-    """Return {row of the table: column label}: the heat-map column in which the result of this table row is shown."""
+    """Return {row of the table: label of the heat-map column} in which the result of this table row is shown."""
     return {row: label for one in maps for (_, label), row in one.places.items()}

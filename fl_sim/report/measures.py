@@ -24,12 +24,12 @@ _SHARE: Final = re.compile(
     r"(^|[._])(accuracy(_[a-z_]+)?|([a-z_]+_)?deviation|([a-z_]+_)?worst_tenth|recall|precision|f1|auc|share|success_rate)$"
 )
 _NO_MEASURES: Final = {"seed", "clients", "rounds"}
-"""Numbers in ``result.json`` that the function ``measures`` leaves out. It returns ``rounds`` as ``rounds_done``."""
+"""Numbers in ``result.json`` that ``measures`` leaves out; it returns ``rounds`` as ``rounds_done``."""
 
 _Number = TypeVar("_Number", int, float)
 
 LADDER = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-"""Target accuracies, in [0, 1]. ``result.json`` states the round and the costs at which a run reaches each of them."""
+"""Target accuracies, in [0, 1]. ``result.json`` states the round and the costs at which a run reaches each target."""
 
 FEWEST = 3
 """Smallest number of seeds for a confidence interval. With two seeds, a t interval is 25 standard errors wide."""
@@ -53,14 +53,14 @@ def measures(result: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of ``result.json`` as {dotted name: value}, such as {"seconds.train": 12.5}.
 
     ``result``: the content of ``result.json``. Numbers in lists are left out, except numbers in the list of privacy
-    statements. For each privacy unit, such as ``record``, ``epsilon.record`` and ``delta.record`` are returned. They
-    are the total privacy cost of all published outputs about the unit. If a unit has several statements, the epsilon of
-    each statement is also returned: ``epsilon.record.1`` and so on. The names of numbers in the section ``measures`` of
-    the file get no prefix.
+    statements. For each privacy unit, such as ``record``, ``epsilon.record`` and ``delta.record`` are returned. These
+    numbers are the total privacy cost of all published outputs about the unit. If a unit has several statements, the
+    epsilon of each statement is also returned: ``epsilon.record.1`` and so on. The names of numbers in the section
+    ``measures`` of the file get no prefix.
     """
     top = {name: value for name, value in result.items() if name not in {*_NO_MEASURES, "measures"}}
     beside = result.get("measures", {})
-    # results of older versions have client measures of centralized training, which are left out
+    # old results of centralized training contain client measures, which are left out
     if result.get("partition") == "centralized":
         beside = {name: value for name, value in beside.items() if not name.startswith("client_")}
     return _numbers({"rounds_done": result.get("rounds"), **top, **beside, **_epsilons(result)})
@@ -152,7 +152,7 @@ def mean_of_last(rounds: Sequence[RoundRecord], count: int = 10) -> float | None
 
 
 def area_under(rounds: Sequence[RoundRecord]) -> float | None:
-    """Return the mean height of the curve of test accuracy: the area under it, divided by its length in rounds.
+    """Return the mean height of the curve of test accuracy: the area under it, divided by the curve's length in rounds.
 
     The curve begins with the first evaluated round. Between evaluated rounds the curve is linear. The result is None if
     no round was evaluated.

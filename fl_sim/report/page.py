@@ -58,7 +58,7 @@ _MOST_POINTS: Final = 20_000
 _FEWEST_POINTS: Final = 40
 """``_MOST_POINTS``: the largest total number of points of all curves of a page.
 
-Each curve may have an equal share of these points. ``_FEWEST_POINTS``: each curve may have at least this many points.
+Each curve may have an equal share of these points. ``_FEWEST_POINTS``: the smallest limit for the points of one curve.
 If a curve has more points, some of its points are left out.
 """
 
@@ -346,7 +346,7 @@ def _clients(one: SeedGroup) -> dict[str, Any] | None:
 
 
 def _accuracy(values: Sequence[float | None]) -> list[float | str | None]:
-    """Return a list for the page's script: mean and standard deviation in percent, and both as text.
+    """Return a list for the page's script: mean and standard deviation in percent, and the text "mean ± deviation".
 
     ``values``: accuracies in [0, 1].
     """

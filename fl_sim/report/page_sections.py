@@ -18,7 +18,7 @@ from fl_sim.report.runs import Found, SavedRun
 from fl_sim.report.table import MEASURES, Grid, Table, differences, further, mapped, targets, texts
 
 Groups: TypeAlias = Mapping[str, Sequence[tuple[str, SeedGroup]]]
-"""{data set and partition: [(label, group)]}. A group is the runs that differ only in the seed."""
+"""{data set and partition: [(label, group)]}. A group consists of runs that differ only in the seed."""
 
 NO_GUARANTEE = "No privacy guarantee: updates leave the clients without noise"
 
@@ -36,9 +36,9 @@ _PICKED = {
 }
 
 _BILL = (
-    "A person who sees all of these runs sees all of their releases. So each run costs privacy, also a run that "
-    "differs only in epsilon or seed. A release that several runs use is counted once. Both epsilons are valid; for "
-    "the plain sum, the deltas are added up, too."
+    "A person who sees all of these runs sees all of their releases. So each run has a privacy cost, even if it "
+    "differs only in epsilon or seed. A release that several runs use is counted once. Both epsilons (by composition "
+    "and as a plain sum) are valid; the delta of the plain sum is the sum of all deltas."
 )
 
 
@@ -168,8 +168,8 @@ class HtmlColumn:
     """A column of an HTML table: its heading, and one cell for each row.
 
     If all cells are equal, a line below the table, such as "In all rows: clients 10", replaces the column. ``common``:
-    the name of the column in this line; empty: the column always stays. ``is_split``: True if the column describes the
-    partition. The row of centralized training has no partition, so its cell is then not compared.
+    the name of the column in this line; if it is empty, the column is never replaced. ``is_split``: True if the column
+    describes the partition. The row of centralized training has no partition, so its cell is then not compared.
     """
 
     head: str
@@ -189,7 +189,7 @@ def columns_table(columns: Sequence[HtmlColumn], bounds: Sequence[bool]) -> str:
         cells = [cell for cell, without in zip(column.cells, is_left_out, strict=True) if not without]
         same = len({(cell.text, cell.note) for cell in cells}) == 1
         if column.common and same and len(column.cells) > 1:
-            but = " (but for the upper bound)" if column.is_split and any(bounds) else ""
+            but = " (except the upper bound)" if column.is_split and any(bounds) else ""
             common.append(f"{column.common} {cells[0].text}{but}")
         else:
             shown.append(column)

@@ -24,8 +24,8 @@ def bills_of(found: Found) -> tuple[list[dict[str, Any]], list[Problem]]:
     """Return (bills in JSON form, error messages). A bill is the total privacy cost of all runs on one data set.
 
     Each privacy unit, such as a client or a record, has its own bill. The bills also cover runs that the report does
-    not show. A run with damaged privacy statements gives an error message, and counts as a run with unknown published
-    outputs. If no run has a privacy statement, there are no bills. The computation takes seconds.
+    not show. A run with damaged privacy statements gives an error message, and is treated as a run with unknown
+    published outputs. If no run has a privacy statement, there are no bills. The computation takes seconds.
     """
     if not found.has_statements:
         return [], []
@@ -51,7 +51,7 @@ def with_whole_run(statements: Sequence[Mapping[str, Any]], made: Mapping[str, A
     """Add to each privacy statement of a run the privacy cost of the whole run for the statement's privacy unit.
 
     The result is a list of the new statements. The added cost is None for a statement without a guarantee, and for a
-    statement whose own cost is already that of the whole run. ``made``: the section ``preprocess`` of the run's
+    statement that already states the cost of the whole run. ``made``: the section ``preprocess`` of the run's
     ``result.json``. The computation takes seconds, because it uses PLD accounting.
     """
     checked = [PrivacyStatement.model_validate(one) for one in statements]
@@ -67,8 +67,8 @@ def _whole(cost: Bill, statement: PrivacyStatement, payments: Sequence[Payment])
         return {"epsilon_whole_run": None, "delta_whole_run": None}
     carried = statement.unit == "record" and any(one.unit == "client" and one.on_records for one in payments)
     why = (
-        "The rounds protect a client, and so also each of its records. For a record, the cost is that of replacing the "
-        "client's data, because a client with a changed record still takes part. "
+        "The rounds protect whole clients, and so each record of a client. The cost for a record is the cost of "
+        "replacing the client's data, because a client with a changed record still takes part. "
     )
     guarantee = (
         f"{statement.guarantee}. {why if carried else ''}All releases of the run about a {statement.unit} "

@@ -22,7 +22,7 @@ from fl_sim.store.run_directory import RoundRecord
 
 _GAP: Final = 2
 _NARROW, _BAR, _WIDE_BAR = 4, 10, 30
-"""Widths of a progress bar in terminal cells: the smallest in a narrow line and in a wide line, and the largest."""
+"""Widths of a progress bar in terminal cells: smallest width in a narrow line, smallest in a wide line, largest."""
 _WIDE_LINE: Final = 60
 _SHORTEST_TITLE: Final = 12
 
@@ -141,8 +141,8 @@ class _Bars:
 class RunProgress(_Bars):
     """Progress display of a run with ``rounds`` rounds.
 
-    ``timed``: False for a private run, whose display shows no time. Without a terminal, the display of such a run
-    prints every n-th round instead of a line every two seconds.
+    ``timed``: False for a private run, whose display shows no time. Without a terminal, a private run prints a line for
+    every n-th round; other runs print a line every two seconds.
     """
 
     def __init__(self, title: str, rounds: int, stream: TextIO | None = None, *, timed: bool = True) -> None:
@@ -280,9 +280,10 @@ class TableProgress(_Bars):
         self._update()
 
     def _left(self, before: str) -> str:
-        """Return a text with the estimated remaining time, such as "; about 30 s left". It begins with ``before``.
+        """Return a text with the estimated remaining time, such as "; about 30 s left".
 
-        The text is empty if the time is unknown, or if any run is private, because times of private runs are hidden.
+        The text begins with ``before``. The text is empty if the time is unknown, or if any run is private, because
+        times of private runs are hidden.
         """
         left = sum(self._rounds.values()) - sum(self._done.values())
         if not self._is_timed or not left or not self._rounds_run or self._started_at is None:

@@ -15,7 +15,7 @@ _SETTING = re.compile(r"[\w.]+=")
 def short_names(labels: Iterable[str]) -> dict[str, str]:
     """Return {label: short name}. A short name has the method, and the settings in which this method's rows differ.
 
-    A short name always states an aggregator other than the mean. It keeps a text in brackets that is not a setting. If
+    A short name always states an aggregator other than the mean. A text in brackets that is not a setting is kept. If
     two rows would have the same short name, both rows keep their whole labels.
 
     >>> list(short_names(["A, b=1, c=2", "A, b=2, c=2", "B (d=1) + C (ours), c=2"]).values())

@@ -21,7 +21,7 @@ from fl_sim.settings import read_table
 from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS, RoundRecord, read_identity, read_rounds
 
 TABLE, TUNING = "table.json", "tuning"
-WANTED = "give a directory that 'fl-sim run --out' or 'fl-sim table --out' wrote, or one that holds such directories"
+WANTED = "give a directory that 'fl-sim run --out' or 'fl-sim table --out' wrote, or a folder of such directories"
 _DEEPEST = 6
 """Number of levels of subfolders that are searched for runs."""
 
@@ -32,9 +32,9 @@ class SavedRun:
 
     ``config``: the settings that a report uses. ``settings``: all settings in ``config.toml``. ``result``: the content
     of ``result.json``; None if the file is missing. ``row``, ``column``, ``label``: the place of the run in its table:
-    row, column and the row's short label. Each of the three is empty if the run is in no table, or if the table has
-    several such names for the run. ``identity``: digests of the user's own records and code, if the run directory has
-    them.
+    row, column and the row's short label. Each of these three fields is empty if the run is in no table, or if the
+    table has several such names for the run. ``identity``: digests of the user's own records and code, if the run
+    directory has them.
     """
 
     path: Path
@@ -243,7 +243,7 @@ def read_json_table(place: Path) -> Table:
             )  # fmt: skip
     raise ValueError(
         f"{TABLE} has format version {shortened(repr(version))}, and this fl-sim reads versions 1 to {VERSION}: use "
-        "the fl-sim that wrote the file, or run 'fl-sim table' again, which writes the file anew from the finished runs"
+        "the fl-sim that wrote the file, or run 'fl-sim table' again to rewrite the file from the finished runs"
     )
 
 

@@ -140,7 +140,7 @@ def title_of_measure(name: str, titles: Mapping[str, str]) -> str:
 
 
 def percentages(results: Iterable[SeedResult], measure: Measure) -> list[float]:
-    """Return the accuracies, in percent, of those runs in ``results`` that are finished."""
+    """Return the accuracies, in percent, of the finished runs in ``results``."""
     return [accuracy for one in results if (accuracy := one.accuracy(measure)) is not None]
 
 
@@ -166,9 +166,9 @@ def compare_with_best(table: Table, column: str, measure: Measure) -> Comparison
 
 
 def compare(table: Table, column: str) -> Comparison:
-    """Compare the final accuracies of all rows in a column with that of the reference row.
+    """Compare the final accuracies of all rows in a column with the final accuracy of the reference row.
 
-    A table without a reference row is compared with the row that has the highest mean.
+    If the table has no reference row, the rows are compared with the row that has the highest mean.
     """
     if table.reference:
         return _against(table, table.reference, column, "last")
@@ -212,7 +212,7 @@ def most_seeds(table: Table) -> int:
 def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
     """Return (name, cells) of each row of the table. A cell is (text, True if the text is bold).
 
-    Each column has two cells: the accuracy after the last round, and in the best round.
+    Each column has two cells: the accuracy after the last round, and the accuracy in the best round.
     """
     heads = [(column, measure) for column in table.columns for measure in MEASURES]
     winners = {head: bold_rows(table, *head) for head in heads}
@@ -271,7 +271,7 @@ def targets(table: Table) -> Grid | None:
     """Return a table of rounds, MB and virtual seconds until a target accuracy; None if no run reached a target.
 
     The target of a column is the highest accuracy in the list ``LADDER`` that all runs of at least one row reached. If
-    only some runs of a row reach the target, the row shows their mean and their number.
+    only some runs of a row reach the target, the row shows the mean and the number of these runs.
     """
     # If the table shows a measure other than the global model's accuracy, there are no target accuracies.
     if table.settings.get("measure"):

@@ -138,8 +138,8 @@ def latex_further(table: Table, label: str) -> str:
 def as_json(table: Table) -> dict[str, Any]:
     """Return the content of ``table.json``, with accuracies in percent.
 
-    A cell of the table lists its ``seeds``. All its other lists have one entry for each seed, in the same order. Cells
-    without any run are left out.
+    A cell of the table lists its ``seeds``. All other lists of the cell have one entry for each seed, in the same
+    order. Cells without any run are left out.
     """
     comparisons = {column: compare(table, column) for column in table.columns}
     places = [(row, column) for row in table.rows for column in table.columns if table.at(row, column)]

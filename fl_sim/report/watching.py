@@ -34,8 +34,8 @@ _TIMED_ROUNDS: Final = 10
 _SILENCE: Final = 60.0
 """A run counts as stopped if its files have not changed for this number of seconds.
 
-If five rounds of the run take longer than that, the limit is the time of five rounds. This limit applies only if the
-lock file does not show whether the run is running, for example on another machine.
+If five rounds of the run take longer than 60 seconds, the limit is the time of five rounds. This limit applies only if
+the lock file does not show whether the run is running, for example on another machine.
 """
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
@@ -146,7 +146,7 @@ class Watcher:
         )  # fmt: skip
 
     def _waiting(self, tables: Mapping[Path, Table], begun: set[Path]) -> list[Watched]:
-        """Return the planned runs of ``tables`` that have not started. ``begun``: directories of the runs that have.
+        """Return the planned runs of ``tables`` that have not started. ``begun``: directories of started runs.
 
         A run of centralized training can be in several columns, but is returned once.
         """
@@ -242,7 +242,7 @@ def _error(run: SavedRun, state: State) -> str:
 
 
 def _epsilon(run: SavedRun, state: State) -> str:
-    """Return the epsilon that a run has spent so far as text.
+    """Return, as text, the epsilon that a run has spent so far.
 
     The epsilon of the run's preprocessing is known only at the end of the run.
     """

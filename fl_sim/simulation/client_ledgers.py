@@ -1,7 +1,7 @@
 """The privacy ledgers of simulated clients.
 
 The ledgers are in the folder $FL_SIM_LEDGERS, else in the user's state folder. They are not in the folder of the pools
-of synthetic records: a user may delete a pool, but must keep the ledgers. One folder holds all privacy ledgers about
+of synthetic records: a user may delete a pool, but must keep the ledgers. One folder contains all privacy ledgers about
 one data file, no matter how the file is read. A deal is one way to read the file and to assign its records to clients.
 The folder of the data file has one subfolder for each deal, named by a digest of the deal. Most settings do not change
 the deal: a run with another model or generator, or after the deletion of a pool, uses the same ledgers. Another seed,
@@ -9,7 +9,7 @@ label column, range of records or test part changes the deal. The privacy costs 
 
 Earlier versions gave other names to these folders and subfolders. Old ledgers are still used. When a run needs a
 client's ledger in an old folder, the run writes the name of the old folder into the subfolder ``earlier``. From then
-on, the privacy costs in the old folder count, too.
+on, the privacy costs in the old folder are included, too.
 """
 
 import hashlib
@@ -98,10 +98,12 @@ def joint_cost_in_words(together: JointCost | None, delta: float) -> str:
             ". The joint cost of all releases about the same records is not known here: a client's ledger is with the "
             "client, or cannot be read"
         )
-    cost = f"cost epsilon {rounded_up(together.epsilon)}" if math.isfinite(together.epsilon) else "have no epsilon"
+    cost = (
+        f"cost epsilon {rounded_up(together.epsilon)}" if math.isfinite(together.epsilon) else "have no finite epsilon"
+    )
     return (
-        f". The clients' ledgers hold up to {together.shares} releases about the same records (also those with other "
-        f"settings or seeds, and those of deleted pools): together they {cost} at delta {delta:g}, if no release "
+        f". The clients' ledgers hold up to {together.shares} releases about the same records (including runs with "
+        f"other settings or seeds, and deleted pools): together they {cost} at delta {delta:g}, if no release "
         "was chosen by the result of an earlier one"
     )
 
@@ -117,7 +119,7 @@ def _folder(job: Job) -> Path:
 
 
 def _folders(job: Job) -> set[Path]:
-    """Return all folders that may hold privacy ledgers about the job's records.
+    """Return all folders that may contain privacy ledgers about the job's records.
 
     These include the folders that earlier versions of fl-sim used.
     """
@@ -127,7 +129,7 @@ def _folders(job: Job) -> set[Path]:
 
 
 def _link_earlier(folder: Path, earlier: Path) -> None:
-    """Write the name of ``earlier`` into ``folder``. Both have ledgers about the same records, so costs add up."""
+    """Write the name of ``earlier`` into ``folder``. Both folders have ledgers about the same records."""
     mark = folder / _EARLIER / earlier.name
     if earlier != folder and not mark.exists():
         for place in (folder.parent, folder, mark.parent):

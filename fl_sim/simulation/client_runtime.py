@@ -47,7 +47,7 @@ KEEP_BYTES = 256 * 2**20
 """A training set of at most this many bytes stays in memory, on every machine. Each process has its own copy."""
 
 KEEP_IN_MEMORY = 1 / 3
-"""A larger training set stays in memory if one copy per processor takes at most this share of the memory in total."""
+"""A larger training set stays in memory if one copy per processor takes, in total, at most this share of the memory."""
 
 KEEP_ON_GPU = 0.25
 """A training set stays on the GPU if it takes at most this share of the GPU's memory. Images stay uint8 there."""
@@ -213,8 +213,8 @@ def _augment(job: Job) -> Augment:
     if "reflect" in chosen and min(job.dataset.input_shape[1:]) <= PADDING:
         raise UserError(
             f"local.augment={chosen} pads images by {PADDING} of their own pixels, and images of shape "
-            f"{job.dataset.input_shape} are too small: take local.augment={chosen.removeprefix('reflect-')}, which "
-            "pads with black"
+            f"{job.dataset.input_shape} are too small: set local.augment={chosen.removeprefix('reflect-')}, which "
+            "pads with black pixels"
         )
     scale = Scale.of(job.dataset, np.dtype(np.uint8), 4)
     black = scale.normalise_(torch.zeros_like(scale.offset)).flatten().tolist()
@@ -546,8 +546,8 @@ def stack_of(engine: Engine, job: Job) -> int:
     stackable = asked == 1 or all(one.trainer.is_stackable() for one in job.by_architecture)
     if not stackable and engine.stack:
         raise UserError(
-            f"engine.stack={engine.stack}: this model cannot be trained on many clients at once, as it draws random "
-            "numbers, or has layers that may not process every record separately; leave engine.stack out"
+            f"engine.stack={engine.stack}: this model cannot be trained on many clients at once, because it draws "
+            "random numbers, or has layers that may not process every record separately; leave engine.stack out"
         )
     return min(asked, job.experiment.num_clients) if stackable else 1
 

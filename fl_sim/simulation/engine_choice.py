@@ -87,13 +87,13 @@ FLOWER = EngineChoice(
 @contextmanager
 def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, EngineChoice]]:
     """Start the job's engine; yield its Grid (which delivers messages) and the ``EngineChoice``; close the Grid."""
-    check_trainer(job)  # this check comes before choose(), because choose() may need a minute to time steps
+    check_trainer(job)  # this check comes before choose(), because choose() may spend a minute on timing
     engine, why = choose(job)
     num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)
     grid: LocalGrid
     if isinstance(engine, Ray):
         if importlib.util.find_spec("ray") is None:
-            raise UserError("engine=ray needs Ray, which is not installed: pip install ray, or take engine=inprocess")
+            raise UserError("engine=ray needs Ray, which is not installed: pip install ray, or set engine=inprocess")
         if not engine.address:
             choose_token()  # sets Ray's access token before Ray is imported, because the import reads the token
         # Ray's modules are imported here, so that the other engines do not need Ray.
@@ -175,7 +175,7 @@ def choose(job: Job) -> tuple[Engine, str]:
     if isinstance(engine, Ray) and (script := defined_in_script(experiment)):
         raise UserError(
             f"engine=ray: {script} is defined in the running script, which Ray's processes cannot import: put it in a "
-            "module of its own, or take engine=inprocess"
+            "separate module, or set engine=inprocess"
         )
     if not isinstance(engine, Auto):
         return engine, f"engine {engine.kind}, as set"
@@ -247,7 +247,7 @@ def _not_native(job: Job) -> str:
         unknown.append(f"local.augment={local.augment} together with {' and '.join(terms)}")
     if slower := job.trainer.slower_by_kernel(job.input_shape):
         unknown.append(slower)
-    return f": the native trainer does not take {', '.join(unknown)}" if unknown else ""
+    return f": the native trainer does not support {', '.join(unknown)}" if unknown else ""
 
 
 def check_trainer(job: Job) -> None:

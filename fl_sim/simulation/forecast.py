@@ -122,8 +122,8 @@ _NOT_OF_A_LOCAL_STEP: Final = {"epochs", "steps", "learning_rate", "schedule", "
 def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> tuple[Work, ...]:
     """Return the computation of a run with rounds: local training, training at the server, evaluation and stages.
 
-    ``trainings``: the number of times that a cohort of expected size trains. If rounds are synchronous, it is the
-    number of rounds.
+    ``trainings``: the number of local trainings in the run, divided by the expected cohort size. If rounds are
+    synchronous, ``trainings`` is the number of rounds.
     """
     job, stages = procedure.job, stages_of(procedure.job)
     evaluate, rounds = job.experiment.evaluate, job.experiment.rounds
@@ -136,7 +136,7 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
     return (
         clients,
         *others,
-        replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # the server trains without parallel turns
+        replace(clients, turns=0.0, pieces=server_steps, at_once=1.0),  # server steps do not run in parallel
         evaluation_work(procedure, tested * len(job.dataset.test) + times * job.num_validated),
         evaluation_work(procedure, num_predicted_at_start(job, algorithm, trainings * cohort) + asked),
         *start_works(procedure, algorithm, trainings * cohort / job.experiment.num_members),
@@ -148,8 +148,8 @@ def work_of_rounds(procedure: Procedure, algorithm: LocalAlgorithm, trainings: f
 def by_architecture(procedure: Procedure, work_of: Callable[[Procedure], Work]) -> tuple[Work, ...]:
     """Return the amounts of the clients' computation, one ``Work`` for each model architecture.
 
-    Each architecture has a procedure of its own. ``work_of``: a function of a procedure. It returns the computation of
-    all clients as if they all had the procedure's architecture.
+    Each architecture has its own procedure. ``work_of``: a function that receives a procedure, and returns the
+    computation of all clients as if all clients had the procedure's architecture.
     """
     procedures, clients = procedure.by_architecture, procedure.job.experiment.num_clients
     if len(procedures) == 1:
@@ -165,7 +165,7 @@ def by_architecture(procedure: Procedure, work_of: Callable[[Procedure], Work]) 
 def training_work(procedure: Procedure, algorithm: LocalAlgorithm, trainings: float) -> Work:
     """Return the amount of local training in a run: the numbers of local trainings, and of minibatch steps.
 
-    ``trainings``: the number of times that a cohort of expected size trains.
+    ``trainings``: the number of local trainings in the run, divided by the expected cohort size.
     """
     job = procedure.job
     experiment, pooled = job.experiment, sum(stage.num_pooled() for stage in stages_of(job))
@@ -209,10 +209,11 @@ def start_works(
 ) -> tuple[Work, ...]:
     """Return the amount of training in the algorithm's method ``start``, in a run; empty if ``start`` does not train.
 
-    The number of minibatch steps in a call of ``start`` depends on the number of the client's earlier calls. For each
-    number n in ``before``, every client makes ``starts`` calls that follow n earlier calls. Example: a measurement
-    calls ``start`` once for every client, and leaves the client states unchanged. Each minibatch step counts as a turn.
-    The clients of one process start one after another.
+    The number of minibatch steps in a call of ``start`` depends on the number of the client's earlier calls.
+    ``starts``: the number of calls by each client. ``before``: numbers of earlier calls. For each of these numbers, the
+    result contains ``starts`` further calls by each client. Several numbers are used for measurements, because a
+    measurement calls ``start`` once for every client without a change of its client state. Each minibatch step counts
+    as a turn. The clients of one process start one after another.
     """
     if not isinstance(algorithm, TrainingStart):
         return ()
@@ -296,8 +297,8 @@ def _turn(
 ) -> Callable[[], object]:
     """Return a function that trains ``steps`` minibatch steps of ``size`` records, so that its time can be measured.
 
-    The function trains one client, or ``stack`` clients as one computation, with the trainer that a run would use. A
-    client also trains the algorithm's further models, such as a personal model.
+    The function trains one client, or ``stack`` clients as one computation, with the trainer that a run would use. If
+    the algorithm has further models, such as a personal model, the function trains these models, too.
     """
     experiment, chosen = job.experiment, job.experiment.local
     records = job.source(public_records(job, size * steps))

@@ -181,7 +181,7 @@ class Measuring:
 
 
 def _clients_by(job: Job) -> Holdings | OwnTests | None:
-    """Return the data for computing client accuracies: the owners of test records, or the class counts of clients.
+    """Return the data for computing client accuracies: the owners of test records, or the clients' class counts.
 
     An owner is the source of a record, such as its writer. Owners are used if both the data set and the partition group
     records by owner. The result is None for centralized training, because its only client has the same accuracy as the

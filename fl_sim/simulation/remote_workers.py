@@ -129,8 +129,8 @@ class ClientStore:
 
     The driver is the process that runs the server. The files are the same as in a run whose workers share the driver's
     disk. A noise key is the secret seed of a client's privacy noise. Before a worker makes a private output, this class
-    writes the privacy cost into the client's ledger. ``signer``: the object with which the driver signs a ticket, which
-    is the proof that the cost was written.
+    writes the privacy cost into the client's ledger. ``signer``: the object with which the driver signs a ticket (the
+    proof that the cost was written).
     """
 
     job: Job

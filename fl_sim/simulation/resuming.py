@@ -27,15 +27,15 @@ from fl_sim.store.tensors import open_state_checksum
 from strategies.layer import layer_kinds
 
 _BELIEVED = (run_directory.RESULT, run_directory.ROUNDS, run_directory.START, CHECKPOINT)
-"""The files from which a later run of the same settings would continue. Without these files, a run starts anew."""
+"""The files from which a later run with the same settings would continue. Without these files, a run starts again."""
 
 
 def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[str, Any] | None:
     """Return the stored result of a finished run of ``experiment`` in ``out``; None if there is no such run.
 
-    A run with another number of rounds does not count. ``now``: the identity (digests) of the present records and code.
-    Raises UserError if ``out`` holds a run with other settings, records or code, or if the stored result does not fit
-    the stored rounds.
+    A run with another number of rounds is ignored. ``now``: the identity (digests) of the present records and code.
+    Raises UserError if ``out`` contains a run with other settings, records or code, or if the stored result does not
+    fit the stored rounds.
     """
     earlier = earlier_run(experiment, out, now)
     if earlier is None or earlier.rounds != experiment.rounds or not (out / run_directory.RESULT).exists():
@@ -81,7 +81,7 @@ def _check_same(out: Path, now: Identity) -> None:
 
 
 def objection(experiment: Experiment, out: Path, now: Identity) -> str:
-    """Return an error message if ``out`` holds a run with other settings, records or code; otherwise an empty text.
+    """Return an error message if ``out`` contains a run with other settings, records or code; otherwise an empty text.
 
     A different number of rounds is allowed. Damaged files are reported later, when the run is resumed.
     """
@@ -101,17 +101,17 @@ def on_trust(out: Path, now: Identity) -> str:
     if not (out / run_directory.CONFIG).exists() or not (unknown := now.unverified(run_directory.read_identity(out))):
         return ""
     return (
-        f"{out} has no digest of its {unknown} that can be compared here (it is of an older version, or of another "
-        f"machine): it is assumed that its {unknown} are the same as now"
+        f"{out} has no digest of its {unknown} that can be compared here (it was written by an older version, or "
+        f"on another machine): it is assumed that its {unknown} are the same as now"
     )
 
 
 def earlier_run(experiment: Experiment, out: Path, now: Identity | None = None) -> Experiment | None:
     """Return the stored experiment of the run in ``out``; None if there is no run.
 
-    Two settings may differ from those of ``experiment``. One is the number of rounds. The other is the path of the
-    user's own data files, if the stored digest of the records equals the present digest in ``now``. Raises UserError if
-    ``out`` holds a run with other settings, or files that belong to no run.
+    The stored experiment may differ from ``experiment`` in the number of rounds. It may also differ in the path of the
+    user's own data files, if the stored digest of the records equals the digest in ``now``. Raises UserError if ``out``
+    contains a run with other settings, or files that belong to no run.
     """
     path = out / run_directory.CONFIG
     if path.exists():
@@ -170,7 +170,7 @@ def _identity(out: Path, now: Identity) -> Mapping[str, Any]:
 
 
 def has_leftovers(experiment: Experiment, out: Path) -> bool:
-    """Return True if ``out`` holds files that only an unfinished run needs."""
+    """Return True if ``out`` contains files that only an unfinished run needs."""
     if (out / run_directory.STUDENT).exists():
         return True
     there = (out / run_directory.STATE).exists() or (out / CHECKPOINT).exists()
@@ -180,9 +180,9 @@ def has_leftovers(experiment: Experiment, out: Path) -> bool:
 def clean_up(experiment: Experiment, out: Path) -> None:
     """Remove the files that a finished run does not need.
 
-    Such files hold private errors and warnings, and the checkpoint of PATE's student. The run's checkpoint and client
-    states stay, so that the run can be extended. If the checkpoint and client states are large, or the run promises
-    privacy, these files are removed, too.
+    Such files contain private errors and warnings, and the checkpoint of PATE's student. The run's checkpoint and
+    client states stay, so that the run can be extended. If the checkpoint and client states are large, or the run
+    promises privacy, these files are removed, too.
     """
     if not _stays_extendable(experiment, out):
         if (out / run_directory.STATE).exists():
@@ -200,8 +200,8 @@ def _records_key(job: Job) -> str:
     """Return a digest of the user's own records; empty for public data sets, whose files are known.
 
     If a run promises privacy, the digest covers only public facts about the records, such as their number and shape. A
-    digest of the records themselves would reveal a record: a person who knows all other records could find it by trying
-    all possible values.
+    digest of the records themselves would reveal a record: a person who knows all other records could find this record
+    by trying all possible values.
     """
     name, dataset = job.experiment.data, job.dataset
     if not is_own(name):
@@ -247,10 +247,10 @@ def _has_other_file(now: object, then: object) -> bool:
 
 
 def _clear(out: Path) -> None:
-    """Remove the files of a run that stopped before the end of its first round, so that it can start again.
+    """Remove the files of a run that stopped before the end of its first round, so that the run can start again.
 
-    The privacy ledger stays, with the costs of all published outputs. If the new start draws other noise, it adds its
-    own privacy cost to the ledger.
+    The privacy ledger is not removed. It contains the costs of all published outputs. If the new start draws other
+    noise, its privacy cost is added to the ledger.
     """
     for folder in (run_directory.STATE, run_directory.KEPT):
         if (out / folder).exists():
@@ -263,15 +263,15 @@ MOST_KEPT = 64 * 2**20
 """The largest size, in bytes, of a finished run's server state and client states. Larger states are removed."""
 
 _FREE = {"engine", "round_timeout", "rounds", "keep_every"}
-"""The settings that may change while a run goes on."""
+"""The settings that may differ when a run is resumed or extended."""
 
-_ANEW = "choose another --out, where the run begins anew"
+_ANEW = "choose another --out, where the run starts again from round 1"
 
 
 def num_bytes_kept(out: Path) -> int:
     """Return the bytes that the checkpoint and the client states in ``out`` take on the disk.
 
-    Empty ranges of sparse files take no space on the disk and do not count.
+    Empty ranges of sparse files take no space on the disk and are not counted.
     """
     states = out / run_directory.STATE
     kept = [out / CHECKPOINT, *(states.iterdir() if states.is_dir() else ())]
@@ -306,8 +306,8 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
     elif run_directory.read_rounds(out):
         raise UserError(
             f"{out} holds this run of {earlier.rounds} rounds, but not {CHECKPOINT}, so more rounds cannot follow: "
-            f"a finished run keeps its checkpoint only up to {MOST_KEPT // 2**20} MiB, and older versions kept none; "
-            f"{_ANEW}"
+            f"a finished run deletes its checkpoint and client states if they exceed {MOST_KEPT // 2**20} MiB, and "
+            f"older versions always deleted them; {_ANEW}"
         )
     for stale in (run_directory.RESULT, run_directory.MODEL, run_directory.CLIENTS):
         (out / stale).unlink(missing_ok=True)
@@ -324,9 +324,9 @@ def check_extension(experiment: Experiment, out: Path, earlier: Experiment, reco
 
 
 def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
-    """Return prefixes of names of measures, such as ``test_``, that ``server_round`` must not have in an extended run.
+    """Return name prefixes, such as ``test_``, of the measures to remove from ``server_round`` in an extended run.
 
-    The round may have these measures, because it was the last round of the shorter run.
+    ``server_round`` was the last round of the shorter run, so it was measured. In a longer run it may be unmeasured.
     """
     if server_round % experiment.evaluate_every:
         return run_directory.MEASURED
@@ -337,8 +337,8 @@ def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> N
     held = f"{out} holds this run with rounds={earlier.rounds}"
     if experiment.is_private:
         raise UserError(
-            f"{held}, which promises privacy for settings that were fixed before it began: no stated epsilon covers "
-            f"rounds that are added after its results were seen; {_ANEW}, with its full privacy cost"
+            f"{held}, and the run promises privacy for settings that were fixed before its first round: no stated "
+            f"epsilon covers rounds that are added after the results were seen; {_ANEW}, with its full privacy cost"
         )
     result = run_directory.read_result(out) or {}
     # a run that an observer stopped may get more rounds
@@ -356,15 +356,15 @@ def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, record
     if len(records) >= experiment.rounds:
         raise UserError(
             f"{out} holds {len(records)} rounds of this run already, so it cannot be extended to "
-            f"rounds={experiment.rounds}: take more rounds, or {_ANEW}"
+            f"rounds={experiment.rounds}: set a larger number of rounds, or {_ANEW}"
         )
     local = experiment.local
     for record in records:
         rate = local.rate_in(record.round, experiment.rounds)
         if rate != record.learning_rate:
             raise UserError(
-                f"local.schedule={kind_of(local.schedule)} depends on the number of rounds: round {record.round} has "
-                f"the learning rate {record.learning_rate:g} with rounds={earlier.rounds}, as in {out}, and "
+                f"local.schedule={kind_of(local.schedule)} depends on the number of rounds: the learning rate of round "
+                f"{record.round} was {record.learning_rate:g} with rounds={earlier.rounds} in {out}, and would be "
                 f"{rate:g} with rounds={experiment.rounds}; {_ANEW}"
             )
 
@@ -372,7 +372,7 @@ def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, record
 def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False) -> Path | None:
     """Move the run of ``experiment`` in ``out`` to a new folder next to ``out``; return that folder.
 
-    If ``out`` holds no run, return None. The run's settings and the privacy ledger of Global DP stay in ``out``, and
+    If ``out`` contains no run, return None. The run's settings and the privacy ledger of Global DP stay in ``out``, and
     the new folder has copies. The ledger in ``out`` is still needed: a repetition with other noise publishes another
     model about the same clients, so its privacy cost is added to the cost in this ledger. Raises UserError if ``out``
     holds another run or other files. Also raises UserError for a run with another number of rounds, unless
@@ -383,7 +383,7 @@ def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False)
         return None
     if earlier.rounds != experiment.rounds and not of_any_length:
         raise UserError(
-            f"--again repeats the run in {out} as it is, with rounds={earlier.rounds}, not {experiment.rounds}: choose "
+            f"--again repeats the run in {out} with its rounds={earlier.rounds}, not {experiment.rounds}: choose "
             "another --out"
         )
     with readable_os_errors(), run_lock(out):

@@ -126,9 +126,9 @@ class Rounds(Procedure):
         return partial(run_round, strategy, grid, timeout=self.job.experiment.round_timeout)
 
     def _measured(self, made: Round, rate: float, run: Run) -> RoundRecord:
-        """Return the record of a round for ``rounds.jsonl``. ``rate``: the learning rate of the round.
+        """Return the line of a round for ``rounds.jsonl``. ``rate``: the learning rate of the round.
 
-        The record contains the measures of the round's model if the settings ask for an evaluation after this round.
+        The line contains the measures of the round's model if the settings ask for an evaluation after this round.
         """
         down, up = (made.traffic.down, made.traffic.up) if made.traffic is not None else (None, None)
         record = RoundRecord(
@@ -151,7 +151,7 @@ class Rounds(Procedure):
             further = measured_by_stages(run, record.round, is_last=True)
         own = run.measuring.own(model, record.round) if log.measured.test is not None else {}
         if twice := sorted(further.keys() & own.keys()):
-            raise RunError(f"your own metric {twice[0]!r} has the name of a stage's metric: give yours another name")
+            raise RunError(f"your own metric {twice[0]!r} has the name of a stage's metric: rename your metric")
         return _with_measures(log.measured.noted_in(record), {**further, **own}, run)
 
     def _conclude(self, run: Run, rounds_before: int) -> None:
@@ -236,7 +236,7 @@ class Rounds(Procedure):
         """Return the bytes of all rounds and of each stage, {purpose: bytes}.
 
         ``updates``: the number of client updates in all rounds. ``more_sent``: the number of further models that the
-        server sends and that no update answers. Example: the server asks clients for their loss.
+        server sends without an update in return, for example to ask clients for their loss.
         """
         experiment, server = self.job.experiment, self.beginning()
         each = FederatedStrategy(
@@ -304,7 +304,7 @@ class Rounds(Procedure):
         if all(weight.ndim < 2 for weight in trainable(head_of(model)).values()):
             raise UserError(
                 f"{what} needs a trainable head (last layer), and the head of {type(model).__name__} is frozen: train "
-                "the head, or take another algorithm, such as fedavg"
+                "the head, or choose another algorithm, such as fedavg"
             )
 
     def _check_architectures(self, server: ServerState) -> None:
@@ -317,7 +317,7 @@ class Rounds(Procedure):
             if isinstance(job.body, FrozenBody):
                 raise UserError(
                     f"model={job.experiment.model.name} has a frozen body, and clients with different architectures "
-                    "cannot share its stored features: take models whose parameters are all trained"
+                    "cannot share its stored features: choose models whose parameters are all trained"
                 )
             params = detached(trainable(job.model()).items())
             mine = first_state(self.algorithm, params, job.experiment.local.personal)
@@ -330,8 +330,8 @@ class Rounds(Procedure):
                 raise UserError(
                     f"algorithm {kind_of(self.algorithm)} exchanges {wrong[0]!r}, whose shapes depend on the model: "
                     f"{shapes[0]} with {jobs[0].experiment.model.name}, and {shapes[1]} with "
-                    f"{job.experiment.model.name}; take models with the same number of inputs of the last layer, or "
-                    "an algorithm whose messages do not depend on it, such as local-only"
+                    f"{job.experiment.model.name}; choose models whose last layers have the same number of inputs, or "
+                    "an algorithm whose messages do not depend on this number, such as local-only"
                 )
 
     def _check_own_code(self) -> None:
@@ -341,8 +341,8 @@ class Rounds(Procedure):
         if (hides or protects) and (own := [one for one in layer_kinds(experiment) if is_own(one)]):
             sees = "clients' updates without noise" if hides else "clients' records"
             raise UserError(
-                f"{own[0].__name__}, a layer of your own, sees {sees}, and this run promises privacy: no epsilon "
-                "would cover the layer; leave the layer out, or the privacy promise"
+                f"{own[0].__name__}, a layer of your own, sees {sees}, and this run promises privacy: the stated "
+                "epsilon would not cover what the layer sees; remove the layer, or turn the privacy setting off"
             )
         if not (hides or protects or replaces_records(experiment.preprocess)):
             return
@@ -350,8 +350,8 @@ class Rounds(Procedure):
             if is_own_kind(task):
                 raise UserError(
                     f"{type(task).__name__}, code of your own, asks clients for {name!r}, and this run promises "
-                    "privacy: the answers have no noise, so no epsilon would cover them; leave the stage out, or the "
-                    "privacy promise"
+                    "privacy: the answers have no noise, so the stated epsilon would not cover them; remove the stage, "
+                    "or turn the privacy setting off"
                 )
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
@@ -381,13 +381,13 @@ class Rounds(Procedure):
         if without and cohort != everybody:
             warnings.append(
                 f"{without:,} of {everybody:,} clients hold no records and are sampled like the others: of {cohort:g} "
-                f"clients in a round about {cohort * (1 - without / everybody):.3g} train"
+                f"clients in a round, on average about {cohort * (1 - without / everybody):.3g} train"
             )
         return warnings
 
 
 def _with_measures(record: RoundRecord, measures: Mapping[str, float], run: Run) -> RoundRecord:
-    """Return a copy of a round's record with added ``measures`` of stages and observers, {name: number}."""
+    """Return a copy of a round's ``RoundRecord`` with added ``measures`` of stages and observers, {name: number}."""
     numbers = {name: value for name, value in measures.items() if name != VALIDATION_ACCURACY}
     if numbers:
         record = replace(record, metrics=numbers)
@@ -398,7 +398,7 @@ def _with_measures(record: RoundRecord, measures: Mapping[str, float], run: Run)
 
 @contextmanager
 def _named_settings(algorithm: object) -> Iterator[None]:
-    """Add a hint to the error message of a diverged run: the algorithm's settings that may be the cause."""
+    """Add a hint to the error message of a diverged run: the names of algorithm settings that may be the cause."""
     try:
         yield
     except Diverged as error:
@@ -474,7 +474,7 @@ def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int 
     if not isinstance(procedure, Rounds):
         raise UserError(
             f"algorithm {kind_of(experiment.algorithm)} needs public records of the server's data set on every node, "
-            "and this node has only records of its own: leave data out of its node configuration"
+            "but this node has only its own records: remove the key data from the node's configuration"
         )
     return procedure.runtime()
 
@@ -482,7 +482,7 @@ def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int 
 def planned_bill(job: Job) -> "RunPayments":
     """Return the planned privacy costs of a run of ``job``, as far as they are known before the run begins.
 
-    For a run with a privacy guarantee this call takes seconds, because it computes the privacy loss distribution (PLD).
+    If the run has a privacy guarantee, this call takes a few seconds: it computes the privacy loss distribution (PLD).
     """
     from fl_sim.privacy.bill import RunPayments  # noqa: PLC0415 (the accountants load slowly)
 

@@ -43,10 +43,10 @@ def run(
     """Run ``experiment`` in the run directory ``out`` and return the content of ``result.json``.
 
     ``grid``: Flower's Grid (it delivers messages), if Flower's own runtime started this process. Without ``grid``, this
-    function starts the experiment's engine. ``out`` may hold an unfinished run of the experiment, or a run with fewer
-    rounds. In both cases, the run continues after its last finished round. A finished run is not repeated: its stored
-    result is returned, without a further privacy cost. Raises RunError if the run cannot continue; finished rounds stay
-    on the disk. Raises UserError for settings that cannot be run, and for files that do not fit together.
+    function starts the experiment's engine. ``out`` may contain an unfinished run of the experiment, or a run with
+    fewer rounds. In both cases, the run continues after its last finished round. A finished run is not repeated: its
+    stored result is returned, without a further privacy cost. Raises RunError if the run cannot continue; finished
+    rounds stay on the disk. Raises UserError for settings that cannot be run, and for files that do not fit together.
     """
     observer = observer or Silent()
     if grid is not None and experiment.is_timed:
@@ -176,7 +176,7 @@ def _first_lines(job: Job, log: RunLog, out: Path) -> list[str]:
     Of these lines, only the warnings are stored in the result.
     """
     experiment, states = job.experiment, out / run_directory.STATE
-    on_states = [f"client states are private: only you can read {states}, until the run has finished"]
+    on_states = [f"client states are private: only you can read {states}; the finished run deletes this folder"]
     of_layers = [line for kind in layer_kinds(experiment) for line in kind.told(experiment)]
     of_states = on_states if log.seal and experiment.is_private else []
     return list(dict.fromkeys([*job.model_in_words, *of_states, *log.warnings, *of_layers]))

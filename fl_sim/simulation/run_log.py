@@ -142,7 +142,7 @@ class Observer(Protocol):
         ...
 
     def finished_round(self, record: RoundRecord) -> str | None:
-        """Receive the record of a round, after ``rounds.jsonl`` and the checkpoint are written.
+        """Receive the ``RoundRecord`` of a round, after ``rounds.jsonl`` and the checkpoint are written.
 
         To end the run after this round, return the reason as text; otherwise return None.
         """
@@ -179,10 +179,10 @@ VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
 _PRIVATE = "the class counts of a client are private"
 _ONE_HOLDER = "one client holds all records: there are no other clients whose accuracies could differ"
 _SHARES = "accuracy on the test records, with each class weighted by its share of the client's records"
-_SKEWED = f"{_SHARES}; the client's feature skew has no effect on it"
-_CHANGED = f"{_SHARES}; the changes of its inputs and labels have no effect on it (see evaluate.clients)"
-_ONCE = "the test records are used once at most, after the last round, so the accuracies of earlier rounds are unknown"
-_HIDDEN_COHORT = "the cohort is secret under Global DP; the bytes of a client in a round depend on no record"
+_SKEWED = f"{_SHARES}; the client's feature skew has no effect on this accuracy"
+_CHANGED = f"{_SHARES}; the changes of its inputs and labels have no effect on this accuracy (see evaluate.clients)"
+_ONCE = "the test records are used at most once, after the last round, so the accuracies of earlier rounds are unknown"
+_HIDDEN_COHORT = "the cohort is secret under Global DP; the bytes per client and round depend on no record"
 _EARLIER = "some rounds were run by an earlier version, which did not count bytes"
 
 
@@ -270,9 +270,9 @@ def _weights(job: Job) -> dict[str, Any]:
 
 
 def _scores(log: RunLog) -> list[RoundRecord]:
-    """Return the records of all rounds with a measured model, in order.
+    """Return the ``RoundRecord`` of each round with a measured model, in order.
 
-    A stage may change the model after the last round. If the changed model was measured, its record is the last one.
+    A stage may change the model after the last round. If the changed model was measured, its measures come last.
     """
     records = [
         record for record in log.rounds if record.test_accuracy is not None or record.validation_accuracy is not None
@@ -284,7 +284,7 @@ def _scores(log: RunLog) -> list[RoundRecord]:
 
 
 def _best(experiment: Experiment, scores: list[RoundRecord]) -> RoundRecord | None:
-    """Return the record of the best model. If several models are equally good, the first of them is returned.
+    """Return the ``RoundRecord`` of the best model. If several models are equally good, the first one is returned.
 
     Rounds without a test are considered only if ``evaluate.test`` is "never".
     """
@@ -389,7 +389,7 @@ def _meaning(experiment: Experiment, clients_by: Holdings | OwnTests | None) -> 
         return _SKEWED if skewed else _SHARES
     without, nobodys = (clients_by.counts == 0).sum(), (clients_by.owners < 0).sum()
     lacking = f"; {without:,} of {clients_by.num_clients:,} clients have none, and are left out" if without else ""
-    strange = f"; {nobodys:,} test records belong to no client that trains, and are left out" if nobodys else ""
+    strange = f"; {nobodys:,} test records belong to no client of this run, and are left out" if nobodys else ""
     return f"accuracy on each client's own test records{lacking}{strange}"
 
 

@@ -2,9 +2,9 @@
 
 A stage is code that runs before the first round or after the last round, such as the making of synthetic records. The
 class of a stage also gives the stage's warnings, result fields and privacy costs. A settings class names its stage in
-the attribute ``stage``, as "module:Class". A user's own settings class may do the same. Other code uses only the
-methods of ``Stage``, and so works with every stage. A procedure executes the whole run of an algorithm, in rounds or
-without rounds.
+the attribute ``stage``, as "module:Class". A user-defined settings class may name a stage, too. Other code uses only
+the methods of ``Stage``, and so works with every stage. A procedure executes the whole run of an algorithm, in rounds
+or without rounds.
 """
 
 import json
@@ -114,7 +114,7 @@ class Run:
 
         ``read``: a function that checks and converts one answer. ``params`` and ``broadcast``: the tensors that are
         sent. ``quoted``: True if an error message may quote a client's message. It must be False if answers are
-        private. ``order``: the task configuration of the messages; None for the run's own. ``server``: a server state,
+        private. ``order``: the task configuration of the messages; None for ``self.order``. ``server``: a server state,
         or None. With a server state, each client receives the tensors that it would receive in a round with this state.
         Raises RunError, with the ID of the first client without a valid answer.
         """
@@ -201,7 +201,7 @@ class Stage:
         return 0
 
     def trains_model(self) -> bool:
-        """Return True if the stage trains the model at the server. Then no parameters may stay on clients."""
+        """Return True if the stage trains the model at the server. The run then cannot have personal parameters."""
         return False
 
     def num_server_steps(self) -> int:
@@ -257,7 +257,7 @@ class Stage:
 class Procedure(ABC):
     """The base class of all procedures. A procedure executes the whole run of an algorithm.
 
-    The methods of this base class suit an algorithm without rounds, in which clients train no model.
+    The methods of this base class are for algorithms without rounds, whose clients train no model.
     """
 
     job: Job
@@ -342,8 +342,8 @@ def measured_by_stages(run: Run, server_round: int, *, is_last: bool) -> dict[st
     """Return the measures of all stages after a round, {name: number}.
 
     If the user's own stage raises an error, the new error message contains the name of its class. Raises RunError for a
-    value that is not a finite number. Raises RunError for a name that another stage uses, and for the name of a field
-    of every round. Only stages that validate (``Stage.validates``) may use the name ``VALIDATION_ACCURACY``.
+    value that is not a finite number, for a name that another stage uses, and for the name of a standard field of
+    ``rounds.jsonl``. Only stages that validate (``Stage.validates``) may use the name ``VALIDATION_ACCURACY``.
     """
     found: dict[str, float] = {}
     for stage in run.log.stages:
@@ -479,9 +479,8 @@ def holders_in(job: Job, log: RunLog, server_round: int) -> NDArray[np.bool_] | 
         return None
     if not log.counts_holders:
         log.warnings.append(
-            f"this run began with a version that counted the {without:,} clients without records where an algorithm "
-            "divides by the number of clients (SCAFFOLD, FedDyn, FedSpeed), and still counts them: repeat the run by "
-            "--again for the results of this version"
+            "an older version began this run. Wherever an algorithm divides by the number of clients, this run still "
+            f"counts the {without:,} clients without records: repeat the run by --again for the results of this version"
         )
         return None
     return holders

@@ -69,12 +69,12 @@ _GROWTH: Final = 8
 _LEAST_GROWTH: Final = 1.5
 """The smallest factor by which the number of records grows. If too little time is left for it, the timing ends."""
 _FLAT: Final = 1.5
-"""A piece is fast if it takes less than this multiple of the seconds of the previous, smaller piece.
+"""A piece is fast if its seconds are less than this factor times the seconds of the previous, smaller piece.
 
 After a fast piece, the number of records may grow by the factor _GROWTH**2.
 """
 _CHEAP: Final = 0.25
-"""The next timing is of a whole piece if its expected seconds are less than this share of the remaining time."""
+"""A whole piece is timed next if its expected seconds are less than this share of the remaining time."""
 _LONG_ENOUGH: Final = 0.05
 """A computation that takes fewer seconds than this is timed several times."""
 _MOST_TIMES: Final = 5
@@ -99,7 +99,7 @@ class Timing:
     why_not: str = ""
 
 
-NO_TIME: Final = Timing(why_not="no time was left for it")
+NO_TIME: Final = Timing(why_not="the time budget was spent before its timing")
 
 
 class Stopwatch:
@@ -152,7 +152,7 @@ class _GrowingTiming:
     """Times one kind of computation within a time budget, on more and more records.
 
     A piece is one step, such as a minibatch step. A turn is one call of several steps. The first timed piece has few
-    records, so that slow computations stay within the time budget. The number of records then grows, up to that of a
+    records, so that slow computations do not exceed the time budget. Later pieces have more records, up to those in a
     whole piece. After that, a turn of several whole pieces is timed. ``_size``: the number of records of the largest
     piece so far. ``_waited`` and ``_waited_before``: the wall-clock seconds of the last piece and of the piece before.
     ``_least``: a lower bound of the seconds of a piece in a turn of several pieces.
@@ -200,10 +200,10 @@ class _GrowingTiming:
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0
 
     def _least_of_a_piece(self, size: int, one: float, deadline: float) -> float:
-        """Return the seconds that a second step adds to a call, a lower bound for a usual step; 0 if not measured.
+        """Return a lower bound of the seconds of a usual step in a call of several steps; 0 if it was not measured.
 
         The result is the time of a call of two steps minus the time of a call of one step. ``size``: the number of
-        records of a step. ``one``: the seconds of a call of one step.
+        records of a step, smaller than usual. ``one``: the seconds of a call of one step.
         """
         waited = self._waited, self._waited_before
         if size == self.work.records or 2 * self._waited > _CHEAP * (deadline - self._clock()):

@@ -37,12 +37,12 @@ from strategies.timed import clock_of
 TOGETHER = 64
 """The approximate number of clients that train in one exchange of messages. It keeps all workers of an engine busy.
 
-If the next server step needs fewer updates, other clients that already have their model train in the same exchange.
-On the virtual clock, their updates still arrive later.
+The next server step may need fewer updates. Then the same exchange also trains clients of later server steps, if these
+clients have received their model already. On the virtual clock, their updates still arrive later.
 """
 
 SENT = "sent-in-round-"
-"""The prefix of the file names of models that clients still train: their updates have not arrived yet."""
+"""The prefix of the file names of models that clients still train. Updates of these models have not arrived yet."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class _Server:
         """Write the models on which clients still train to files, and drop all other models from memory.
 
         The next checkpoint, which is written afterwards, refers to these files. A file that only the previous
-        checkpoint needs is removed one step later: a run that is killed before the next checkpoint still needs it.
+        checkpoint needs is removed one step later, because a run that is killed before the next checkpoint needs it.
         """
         for path in self.outdated:
             path.unlink(missing_ok=True)

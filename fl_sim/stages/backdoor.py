@@ -18,8 +18,8 @@ class BackdoorSuccess(Stage):
     """
 
     titles: ClassVar[Mapping[str, str]] = {
-        "backdoor.success_rate_percent": "Attack success rate: share of the backdoor's test records, all of other "
-        "classes, that the model predicts as the target class, percent"
+        "backdoor.success_rate_percent": "Attack success rate: percentage of test records with the backdoor (of other "
+        "classes) that the model predicts as the target class"
     }  # fmt: skip
 
     def __init__(self, job: Job) -> None:
@@ -32,16 +32,16 @@ class BackdoorSuccess(Stage):
         self._round, self._success = -1, 0.0
 
     def warnings(self) -> list[str]:
-        """Return a warning if no hostile client holds a record that the attack targets."""
+        """Return a warning if no hostile client has a record that the attack targets."""
         experiment, job = self.job.experiment, self.job
         if experiment.is_private:  # the warning would reveal facts about private records
             return []
         hostile = hostile_clients(self._attack, experiment.num_clients, experiment.seed)
         if any(self._attack.is_held(job.dataset.train.take(job.shards[client])) for client in sorted(hostile)):
             return []
-        nobody = f"no hostile client holds a record that attack {kind_of(self._attack)} targets, so nobody attacks"
+        nobody = f"no hostile client holds a record that attack {kind_of(self._attack)} targets, so there is no attack"
         return [
-            f"{nobody}: set a larger attack.clients, another seed, or a partition with more holders of such records"
+            f"{nobody}: set a larger attack.clients, another seed, or a partition that gives more clients such records"
         ]
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:

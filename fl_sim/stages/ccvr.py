@@ -36,11 +36,11 @@ _COVERS: Final = (
     "disjoint, so epsilon holds for each record."
 )
 _NOT_TRAINING: Final = (
-    "Training itself is NOT private: in every round clients train on their raw records and send updates without noise, "
+    "Training itself is NOT private: clients train on their raw records and send updates without noise in every round, "
     "so the model of the last round and its features may reveal any record."
 )
 _TRAINING_ELSEWHERE: Final = (
-    "Training on synthetic records: the other statement has its cost. Both together cost at most the sum of the two."
+    "Training on synthetic records: another statement has its cost. The joint cost is at most the sum of both epsilons."
 )
 
 
@@ -126,7 +126,7 @@ class Calibration(Stage):
     def warnings(self) -> list[str]:
         """Return a warning that clients send moments after training, with or without noise."""
         with_noise = "with" if settings_of(self.job).is_private else "without"
-        said = "after training clients send for every class the number of their records, the sum of the features and"
+        said = "after training, clients send for every class: the number of their records, the sum of the features and"
         return [f"{said} the sum of the features' products, {with_noise} noise"]
 
     def facts(self) -> Mapping[str, Any]:
@@ -138,8 +138,8 @@ class Calibration(Stage):
 def _statement_first(run: Run) -> Iterator[None]:
     """Add the privacy statement of the clients' noisy moments to the log, before the ``with`` block asks any client.
 
-    So the statement exists even if the run stops in the block. After the block, the joint privacy cost of all private
-    outputs about the same records is added to the statement.
+    Therefore the statement exists even if the run stops in the block. After the block, the joint privacy cost of all
+    private outputs about the same records is added to the statement.
     """
     log, settings = run.log, settings_of(run.job)
     if settings.protection is None:

@@ -1,4 +1,4 @@
-"""The stage of methods such as FedDF, whose server learns from the client models of each round.
+"""The stage of methods such as FedDF, in which the server distils the client models of each round.
 
 The stage loads the server's training records. After each round, the stage trains the global model at the server, as the
 method defines. The methods are in ``strategies``, as subclasses of ``OnEnsemble``.
@@ -43,8 +43,8 @@ class EnsembleDistillation(MeasuresEnsemble):
             return proxy_records(self.job, name)
         if (pool := run.log.released) is None or not pool.count:
             raise UserError(
-                f"algorithm {kind_of(self.settings)} learns on the run's synthetic records, and there are none: take a "
-                "larger preprocess.gamma, or a data set as proxy"
+                f"algorithm {kind_of(self.settings)} needs the run's synthetic records, but there are none: set a "
+                "larger preprocess.gamma, or use a data set as proxy"
             )
         return resident(read_pool(pool.path), self.job.dataset, self.job.device)
 
@@ -58,7 +58,7 @@ class EnsembleDistillation(MeasuresEnsemble):
         self.weights = found.weights
         if not is_finite({"params": found.params}):
             raise Diverged(
-                f"algorithm {kind_of(self.settings)}: the server's training diverged in round {server_round}: take a "
+                f"algorithm {kind_of(self.settings)}: the server's training diverged in round {server_round}: set a "
                 "smaller algorithm.distillation_rate"
             )
         return {name: value.to(mean[name].device) for name, value in found.params.items()}

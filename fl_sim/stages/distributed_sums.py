@@ -30,7 +30,7 @@ COVERS: Final = (
     "server."
 )
 DOES_NOT_COVER: Final = (
-    "Secure aggregation, which hides single messages from the server: it is assumed, and this simulation replaces it "
+    "Secure aggregation: it is assumed to hide single messages from the server, but this simulation replaces it "
     "by a plain sum. The other clients are trusted to add their noise and to keep this noise secret. Which clients "
     "take part in a round, and which drop out, are treated as public and independent of the data: sampling clients "
     "does not reduce the cost, and the forecast of later rounds assumes no drop-outs. Choices made by looking "
@@ -95,8 +95,8 @@ class DistributedSumsBill(Stage):
         length = grid.std_of_mean * grid.dimension**0.5 / grid.clipping_norm
         said = (
             f"aggregator=distributed-dp: each number of the sum has noise of {grid.noise_multiplier:.4g} clipping "
-            f"norms, the total of {grid.shares:,} clients. The noise of the mean has the length of {length:.3g} "
-            f"clipping norms, a clipped update of at most 1. A client sends {grid.padded:,} numbers of "
+            f"norms, the total of {grid.shares:,} clients. The noise of the mean has a norm of {length:.3g} clipping "
+            f"norms; a clipped update has a norm of at most 1. A client sends {grid.padded:,} numbers of "
             f"{grid.bits} bits; one rounding step is {1 / (grid.scale * grid.clipping_norm):.3g} clipping norms. All "
             f"rounds cost {cost} at delta {settings.delta:g} if no client drops out. Secure aggregation is simulated "
             "by a plain sum"

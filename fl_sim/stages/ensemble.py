@@ -27,8 +27,8 @@ class MeasuresEnsemble(Stage):
     """
 
     titles: ClassVar[Mapping[str, str]] = {
-        "ensemble.accuracy_percent": "Accuracy of the ensemble of all client models of the last round, an upper bound "
-        "for which the server stores all models"
+        "ensemble.accuracy_percent": "Accuracy of the ensemble of all client models of the last round (an upper bound: "
+        "the server would have to store all these models)"
     }
 
     def __init__(self, job: Job) -> None:
@@ -41,7 +41,7 @@ class MeasuresEnsemble(Stage):
         """Find the layer that stores the client models. Raises UserError if the model does not predict classes."""
         if not self.job.predicts_classes:
             kind = kind_of(self.job.experiment.algorithm)
-            raise UserError(f"algorithm {kind} needs class predictions, and this model has none: take fedavg")
+            raise UserError(f"algorithm {kind} needs class predictions, and this model has none: use fedavg")
         self.kept = found_in(run.strategy.layer, StepOnModels)
 
     @property
@@ -78,7 +78,10 @@ class MeasuresEnsemble(Stage):
         found: dict[str, Any] = {"accuracy": self._accuracy}
         found |= {"weights": list(self.weights)} if self.weights else {}
         if self._accuracy is not None:
-            said = "the ensemble of the last round's client models, an upper bound for which the server stores them all"
+            said = (
+                "the ensemble of the last round's client models (an upper bound: the server would have to store all "
+                "these models)"
+            )
             found["in_words"] = f"{said}: {100 * self._accuracy:.1f} %"
         return {"ensemble": found}
 

@@ -75,7 +75,7 @@ class Summarise:
     job: Job
     sums: FeatureSums
     setting: str
-    reads_records: ClassVar[bool] = False  # for sums without noise, the method ``run`` asks the policy
+    reads_records: ClassVar[bool] = False  # the method ``run`` asks the client's policy if sums have no noise
     reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 

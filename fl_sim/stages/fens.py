@@ -58,7 +58,7 @@ class Combine:
         settings, number = settings_of(self.job), client.config.server_round
         if not client.has_disk:
             raise UserError(
-                "algorithm fens keeps logits in a file of each client, and this client has no folder: take "
+                "algorithm fens stores logits in each client's folder, and this client has no folder: set "
                 "engine=inprocess, or engine=ray on one machine"
             )
         place = client.folder(settings.kind) / "logits.safetensors"
@@ -169,5 +169,5 @@ class TrainedCombiner(MeasuresEnsemble):
         """Return the fields ``ensemble`` and ``fens`` for ``result.json``: results of the combined models."""
         found = dict(self._found)
         if found.get("accuracy") is not None:
-            found["in_words"] = f"the accuracy is that of {len(self.kept.models)} models under the trained combiner"
+            found["in_words"] = f"accuracy of {len(self.kept.models)} models, combined by the trained combiner"
         return {**super().facts(), "fens": found}

@@ -123,7 +123,7 @@ def noisy_counts(job: Job, times: int) -> NoisyCounts | None:
     if most is not None and most < times:
         raise UserError(
             f"evaluate.count_noise={evaluate.count_noise:g} allows {most:,} measurements of a client within "
-            f"local.privacy.epsilon={privacy.epsilon:g}, and the run has {times:,}: take a larger evaluate.count_noise "
+            f"local.privacy.epsilon={privacy.epsilon:g}, and the run has {times:,}: set a larger evaluate.count_noise "
             "or evaluate.personal_every, or leave count_noise out; then the noise is computed from epsilon"
         )
     return counts
@@ -139,7 +139,7 @@ def _check(job: Job) -> None:
     if evaluate.clients == "class-shares":
         raise UserError(
             f"{promise}it chooses test records by the labels of the clients' training records, and no epsilon covers "
-            "this choice; take evaluate.clients=own or pooled:0.25"
+            "this choice; set evaluate.clients=own or pooled:0.25"
         )
     if evaluate.fine_tune_epochs:
         raise UserError(
@@ -158,15 +158,15 @@ def _check_private_tests(job: Job) -> None:
         )
     if evaluate.pooled_share and evaluate.test != "never":
         raise UserError(
-            f"evaluate.test={evaluate.test} measures the server's model without noise on the test records of all "
-            f"clients, which evaluate.clients={evaluate.clients} takes from their records, and this run promises "
-            "privacy: set evaluate.test=never; clients still return noisy counts"
+            f"evaluate.test={evaluate.test} measures the server's model without noise, but this run promises privacy, "
+            f"and evaluate.clients={evaluate.clients} takes the test records from the clients' records: set "
+            "evaluate.test=never; clients still return noisy counts"
         )
     if evaluate.clients == "own" and (groups := job.dataset.train.groups) is not None:
         pairs = np.unique(np.stack([groups[job.shards.records], job.shards.owners]), axis=1)
         if len(np.unique(pairs[0])) < pairs.shape[1]:
             raise UserError(
-                "evaluate.clients=own divides the test records of a source among its clients by their labels, and "
-                "this run promises privacy: take one client for each source, as with partition=natural, or "
+                "evaluate.clients=own divides the test records of a source among its clients by their labels, but "
+                "this run promises privacy: use one client for each source (partition=natural), or set "
                 "evaluate.clients=pooled:0.25"
             )

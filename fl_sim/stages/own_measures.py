@@ -39,7 +39,7 @@ TITLES: Final = {
     "personal.fine_tuned_worse_than_alone_percent": f"Share of clients whose fine-tuned model is {_WORSE}",
     "personal.held_out_fine_tuned_accuracy_percent": f"Accuracy of fine-tuned models of held-out clients{_ON_OWN}",
     "personal.by_source.*.own_accuracy_percent": f"Accuracy of the own models of each source's clients{_ON_OWN}",
-    "personal.by_class.*.own_recall_percent": "Recall of each class by own models, mean over clients with it, percent",
+    "personal.by_class.*.own_recall_percent": "Recall of each class by own models, mean over clients in percent",
     "personal.by_client.own": "accuracy of the client's own model",
 }
 """The titles of measures in tables of runs (``Stage.titles``)."""

@@ -96,7 +96,7 @@ class OwnModels(Stage):
         return {MEASURE: task, MEASURE_LAST: last}
 
     def validates(self) -> bool:
-        """Return True if clients hold their own validation records."""
+        """Return True if clients have their own validation records."""
         return len(self.job.validation.records) > 0
 
     def measured(self, run: Run, server_round: int, *, is_last: bool) -> Mapping[str, float]:
@@ -117,7 +117,7 @@ class OwnModels(Stage):
         """Measure the models after the last round, unless they are measured already.
 
         Also store the bytes of the measurements' messages, and the best value of each measure. If there are validation
-        records, the stored values are those of the round with the best validation accuracy.
+        records, the values of the round with the best validation accuracy are stored.
         """
         server_round = len(run.log.rounds)
         if self._round != server_round or self._task != MEASURE_LAST:

@@ -94,7 +94,7 @@ class PaidRoundsBill(Stage):
                 whose = f" with {group.num_records:,} records" if group.num_records else ""
                 raise UserError(
                     f"local.privacy.epsilon={self.settings.epsilon:g} does not allow the first round of clients{whose},"
-                    f" which costs epsilon {rounded_up(spent)} at delta {self.settings.delta:g}: take a larger epsilon "
+                    f" which costs epsilon {rounded_up(spent)} at delta {self.settings.delta:g}: set a larger epsilon "
                     "or noise_multiplier, or leave noise_multiplier out; then the noise is computed from epsilon"
                 )
 
@@ -153,7 +153,7 @@ class PaidRoundsBill(Stage):
     def protection_in_time(self, cost: Callable[[ClientProtection], RoundCost]) -> ClientProtection:
         """Return the privacy parameters, with RDP in place of PLD accounting if PLD is too slow for a forecast.
 
-        PLD and RDP are methods that add up privacy costs. RDP is the faster one. It is safe, because it computes at
+        PLD and RDP are methods that add up privacy costs. RDP is faster. RDP is also safe, because it computes at
         least as much noise for the same budget. ``cost``: the function that computes a client's noise and privacy cost.
         """
         protection = self.settings.protection
@@ -164,7 +164,7 @@ class PaidRoundsBill(Stage):
         return protection
 
     def rounds_of(self, group: PayingClients) -> int:
-        """Return the number of rounds that the budget of a client in ``group`` allows, at most those of the run."""
+        """Return the number of rounds that a ``group`` member's budget allows, at most the run's number of rounds."""
         rounds, most = self.job.experiment.rounds, group.cost.most_rounds
         return rounds if most is None else min(rounds, most)
 

@@ -70,7 +70,7 @@ class Measure:
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
-        """Return the message with sums over the client's records, as the server's question asks for them."""
+        """Return the message with the sums over the client's records that the server's question asks for."""
         inputs, labels = (tensor.cpu() for tensor in client.records.tensors())
         question, num_classes = read_question(client.params), self.job.dataset.num_classes
         return wire.sums_content(answer(question, to_generator(inputs, self.job), labels.numpy(), num_classes))
@@ -93,7 +93,7 @@ class Start(Stage):
 
     def before(self, run: Run) -> None:
         """Train the first model on synthetic images. The server draws these images from the clients' noisy answers."""
-        run.log.before["private_start"] = None  # no number of bytes: it would reveal the secret cohort sizes
+        run.log.before["private_start"] = None  # None, because the bytes would reveal the secret cohort sizes
         if not run.log.rounds:
             start_from(run, prepare_start(run), settings_of(self.job).server_epochs)
 
@@ -223,9 +223,9 @@ def _released_images(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _checked(kept: Path, run: Run) -> Path:
-    """Return the path of the synthetic images, which the JSON file ``kept`` contains, after a check of both files.
+    """Check the JSON file ``kept``, and the file of synthetic images that it names. Return the path of the images.
 
-    Raises RunError if one of the files is damaged, or if the privacy ledger lacks the privacy cost of the images.
+    Raises RunError if one of these files is damaged, or if the privacy ledger lacks the privacy cost of the images.
     """
     from fl_sim.privacy.ledger import Ledger, Receipt  # noqa: PLC0415 (the accountants load slowly)
 

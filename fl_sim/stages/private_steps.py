@@ -26,13 +26,13 @@ class PrivateStepsBill(PaidRoundsBill):
 
     released: ClassVar[str] = RELEASED
     covers: ClassVar[str] = (
-        "everything that a client sends in the rounds, its client state and what is computed from them, such as the "
-        "model of every round, also against the server. The clients are disjoint: the figure is that of the client "
-        "with the highest cost, and holds for each record of every client."
+        "everything that a client sends in the rounds, its client state, and all results that are computed from these "
+        "two, such as the model of every round, also against the server. The clients' records are disjoint: epsilon is "
+        "the largest epsilon of a client, and holds for each record of every client."
     )
     does_not_cover: ClassVar[str] = (
-        "How many records a client holds, and which clients take part in a round, are treated as public: sampling "
-        "clients does not reduce the cost."
+        "The number of each client's records and the cohort of each round are treated as public, so sampling clients "
+        "does not reduce the cost."
     )
 
     @property

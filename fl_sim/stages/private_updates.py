@@ -46,9 +46,9 @@ class PrivateUpdatesBill(PaidRoundsBill):
         length = group.std * (group.size / cohort) ** 0.5 / settings.clipping_norm
         said = (
             f"local.privacy=local-dp: each number of an update has noise of {group.std / settings.clipping_norm:.4g} "
-            f"clipping norms. The noise of the mean of {cohort:g} updates has the length of {length:.3g} clipping "
-            f"norms, a clipped update of at most 1; {self.rounds_of(group):,} rounds cost each client at most epsilon "
-            f"{rounded_up(self.spent_by(group))} at delta {settings.delta:g}"
+            f"clipping norms. The noise of the mean of {cohort:g} updates has a norm of {length:.3g} clipping "
+            f"norms; a clipped update has a norm of at most 1. {self.rounds_of(group):,} rounds cost each client at "
+            f"most epsilon {rounded_up(self.spent_by(group))} at delta {settings.delta:g}"
         )
         advice = delta_advice(settings.delta, len(group.clients))
         return [said, *([advice] if advice else [])]

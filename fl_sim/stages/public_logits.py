@@ -38,14 +38,12 @@ class PublicRecords(Stage):
         """
         settings: Any = self.job.experiment.algorithm
         if not self.job.predicts_classes:
-            raise UserError(
-                f"algorithm {settings.kind} distils class predictions, and this model has none: take fedavg"
-            )
+            raise UserError(f"algorithm {settings.kind} distils class predictions, and this model has none: use fedavg")
         proxy = proxy_records(self.job, settings.proxy)
         if len(proxy.labels) < settings.public_records:
             raise UserError(
                 f"algorithm.public_records={settings.public_records}, and {settings.proxy} has {len(proxy.labels)} "
-                "training records: set at most this number, or take another proxy"
+                "training records: set at most this number, or choose another proxy"
             )
         draw = rng(self.job.experiment.seed, "public records")
         rows = np.sort(draw.choice(len(proxy.labels), settings.public_records, replace=False))

@@ -42,7 +42,7 @@ _COVERS: Final = (
 )
 _NO_TRAINING: Final = "Nothing else leaves a client: no client trains."
 _NOT_TRAINING: Final = (
-    "The rounds after this start: the noise of these sums does not protect them. If the rounds have noise, another "
+    "The rounds after this start: they are not protected by the noise of these sums. If the rounds have noise, another "
     "statement covers them."
 )
 
@@ -77,7 +77,7 @@ class RidgeHead(Stage):
         if not {weight, bias} <= server.params.keys():
             raise UserError(
                 f"{self.settings.kind} sets the global model's head ({weight}, {bias}), but this method does not send "
-                "the head to the server, or changes the names of its tensors: take another method"
+                "the head to the server, or changes the names of its tensors: choose another method"
             )
         answers = run.ask(
             MULTIPLY,
@@ -109,7 +109,7 @@ class RidgeHead(Stage):
     def warnings(self) -> list[str]:
         """Return a warning that clients send sums of products of their features, with or without noise."""
         with_noise = "with" if self.settings.is_private else "without"
-        said = "before the first round clients send sums of products of their features, and of features and labels,"
+        said = "before the first round, clients send sums of products: of features, and of features with labels,"
         return [f"{said} {with_noise} noise"]
 
     def facts(self) -> Mapping[str, Any]:
@@ -140,7 +140,7 @@ def head_names(model: nn.Module) -> tuple[str, str]:
     if not isinstance(head, nn.Linear) or head.bias is None:
         raise UserError(
             f"a head in closed form is linear with an intercept, and the head of {type(model).__name__} is {head}: "
-            "take a model whose last layer is nn.Linear"
+            "choose a model whose last layer is nn.Linear"
         )
     named = {id(value): name for name, value in model.named_parameters()}
     return named[id(head.weight)], named[id(head.bias)]

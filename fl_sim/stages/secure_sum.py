@@ -48,7 +48,7 @@ class SecureSumFacts(Stage):
         step = 1 / scale_of(settings, max(1, round(size)))
         said = (
             f"aggregator=secure-sum: numbers are rounded to steps of {step:.3g}; masks come from the run's seed, so "
-            "the arithmetic is simulated and nothing is protected"
+            "the masking is only simulated and protects nothing"
         )
         return [said]
 

@@ -48,6 +48,6 @@ def _records_of_server(job: Job, name: str) -> Examples:
         raise UserError(
             f"aggregator.records={name} has {got[1]} records of shape {got[0]} in {found.num_classes} classes, and "
             f"{job.experiment.data} has {wanted[1]} records of shape {wanted[0]} in {dataset.num_classes} classes: "
-            "take a data set of the same form"
+            "choose a data set with the same shape and classes"
         )
     return found.train

@@ -97,8 +97,8 @@ class Shares(Stage):
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
         """Return a forecast of the bytes that the server exchanges with all clients.
 
-        The forecast assumes that every client has the mean number of records. The size of a summary of so many records
-        is measured on public test records.
+        The forecast assumes that every client has the mean number of records. The size of a client's summary is
+        measured with this number of public test records.
         """
         del params
         experiment, public = self.job.experiment, self.job.dataset.test

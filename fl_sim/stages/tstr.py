@@ -74,7 +74,7 @@ class TstrProcedure(Procedure):
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
         """Ask clients for synthetic records, train all classifiers, and log the scores of the best classifier."""
-        observer.preparing("clients make synthetic records (once for all runs that need the same)")
+        observer.preparing("clients make synthetic records (once for all runs with the same pool)")
         prepared_strategy(self.job, FedAvg(), (), grid, out, log, observer)
         assert log.pooled is not None
         # The server sends nothing to clients: clients do not train, so they do not receive the pool.

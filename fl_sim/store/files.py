@@ -1,6 +1,6 @@
 """Atomic writing of files, messages with cures for errors of the operating system, and locks on folders.
 
-A lock is a file ``.lock`` in the folder. The file names the process that holds the lock. The operating system releases
+A lock is a file ``.lock`` in the folder. The file names the process that owns the lock. The operating system releases
 the lock when that process ends, for any reason. Only the user who created the lock file may read it. If ``.lock`` is a
 symbolic link, it is refused.
 """
@@ -33,13 +33,13 @@ _CURES: Final = {
     errno.EDQUOT: "your disk quota is used up: free some space",
     errno.EFBIG: "the file would be larger than allowed here: raise the limit (ulimit -f unlimited)",
     errno.EROFS: "nothing can be written to this file system: choose another place",
-    errno.EACCES: "you may not use it: change its permissions, or choose another place",
-    errno.EPERM: "you may not use it: change its permissions, or choose another place",
-    errno.ENOENT: "it does not exist, or its folder was deleted: choose a place that stays",
-    errno.ENOTDIR: "a file stands where a folder is needed: move it away, or choose another place",
-    errno.EEXIST: "something else stands where a folder is needed: move it away, or choose another place",
-    errno.EISDIR: "a folder stands where a file is needed: move it away, or choose another place",
-    errno.ELOOP: "a symbolic link leads in a circle, or is not allowed here: remove the link",
+    errno.EACCES: "you have no permission to use it: change its permissions, or choose another place",
+    errno.EPERM: "you have no permission to use it: change its permissions, or choose another place",
+    errno.ENOENT: "it does not exist, or its folder was deleted: choose a permanent folder",
+    errno.ENOTDIR: "there is a file where a folder is needed: move it away, or choose another place",
+    errno.EEXIST: "there is something else where a folder is needed: move it away, or choose another place",
+    errno.EISDIR: "there is a folder where a file is needed: move it away, or choose another place",
+    errno.ELOOP: "a symbolic link points back to itself, or is not allowed here: remove the link",
     errno.EMFILE: "too many files are open at once: raise the limit (ulimit -n 4096)",
     errno.ENAMETOOLONG: "the name is too long: choose a shorter one",
     errno.EIO: "the disk failed: choose a place on another disk",
@@ -51,7 +51,7 @@ _PAUSE: Final = 0.02  # seconds between two tries to lock a folder
 # The lock is tried several times, because its previous owner may need a moment to remove the lock file.
 _A_FEW_TRIES: Final = 5 * _PAUSE
 _FOR_EVER: Final = -1.0
-# The largest correction of the system clock, in seconds, that is expected after the lock was made.
+# The largest error of the system clock, in seconds, in the comparison of a process's start with the time of its lock.
 _SKEW: Final = 60.0
 _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 

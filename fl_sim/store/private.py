@@ -63,7 +63,7 @@ def machine_key(*, make: bool = True) -> bytes:
                 file.write(secrets.token_bytes(32))
             try:
                 with suppress(FileExistsError):
-                    os.link(new, path)  # atomic; raises FileExistsError if another process was faster: its key stays
+                    os.link(new, path)  # atomic; raises FileExistsError if another process made the key first
             finally:
                 new.unlink()
         return path.read_bytes()

@@ -2,7 +2,7 @@
 
 First ``config.toml`` is written. After every round a line is appended to ``rounds.jsonl``, then
 ``checkpoint.safetensors`` is replaced. At the end ``model.safetensors`` and ``result.json`` are written, also if the
-run failed or was interrupted. The checkpoint holds the server state after a round. It is replaced atomically, and
+run failed or was interrupted. The checkpoint contains the server state after a round. It is replaced atomically, and
 verified against the run when it is read.
 """
 
@@ -64,7 +64,7 @@ class RoundRecord:
     With a virtual clock: ``virtual_seconds`` of the round, the number of ``late`` clients, and the mean ``staleness``
     of updates, in server steps. ``metrics``: the user's own metrics by name, in rounds with a test.
 
-    A field with a default is left out of the line if it is None, so older logs can be read.
+    A field with a default may be missing in a line: None is not written, and older versions lack some fields.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -479,7 +479,7 @@ def _check_fit(path: Path, found: Params, wanted: Params) -> None:
     if list(found) != list(wanted):
         raise UserError(f"{path} does not fit: its tensors are in another order: {way_on}")
     if bad := [name for name, value in found.items() if not is_finite({"one": {name: value}})]:
-        raise UserError(f"{path}: tensor {bad[0]} holds numbers that are not finite: delete it to start this run again")
+        raise UserError(f"{path}: tensor {bad[0]} has numbers that are not finite: delete it to start this run again")
 
 
 def _kind(value: torch.Tensor) -> str:

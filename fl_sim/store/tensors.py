@@ -228,7 +228,7 @@ def open_state_checksum(state_dir: Path, num_clients: int, last_round: int, stat
     layout = state_dir / LAYOUT
     if layout.exists() and _read_layout(read_whole(layout)) != _slots_of(state):
         raise UserError(
-            f"{state_dir} holds client states of another model or algorithm: restore this run's client states, or "
+            f"{state_dir} contains client states of another model or algorithm: restore this run's client states, or "
             "start again in a fresh directory"
         )
     checksum = StateChecksum(state_dir, num_clients, last_round)
@@ -324,7 +324,7 @@ def _slots_in(state_dir: Path) -> _Slots | None:
 
 @lru_cache(maxsize=8)
 def _read_layout(content: bytes) -> _Slots:
-    """Return the schema of a client state that ``_create`` wrote. Raises RunError if the file holds anything else."""
+    """Return the schema of a client state that ``_create`` wrote. Raises RunError for any other content."""
     try:
         read = json.loads(content)
         groups = ((group, tuple((name, tuple(shape)) for name, shape in layout)) for group, layout in read["groups"])

@@ -148,20 +148,20 @@ def read_weights(model: str, path: str, digest: str) -> Params:
         return {}
     if not path:
         source = source_of(model)
-        assert source is not None, "a model with weights of its own has a source"
+        assert source is not None, "a model with pretrained weights has a source"
         return source.weights()
     file = file_of(path)
     tensors = _named(_parsed(_content(file), file), file)
     if wrong := [name for name, value in tensors.items() if not torch.isfinite(value).all()]:
         raise UserError(
-            f"model.weights: {file} holds NaN or infinite numbers in {_listed(wrong)}: take weights from a training "
+            f"model.weights: {file} contains NaN or infinite numbers in {_listed(wrong)}: use weights from a training "
             "that did not diverge"
         )
     return tensors
 
 
 def place(model: nn.Module, weights: Params, source: str) -> Placed:
-    """Copy ``weights`` into ``model``, and return the allowed differences between the two (see ``Placed``).
+    """Copy ``weights`` into ``model``, and return the allowed differences in their tensors (see ``Placed``).
 
     The head (last layer) of ``model`` stays random if ``weights`` has no head, or a head for another number of classes.
     If ``model`` is for grey images, convolution weights for three colours are summed over the colours. If several names
@@ -189,7 +189,7 @@ def place(model: nn.Module, weights: Params, source: str) -> Placed:
     ]
     if differences:
         raise UserError(
-            f"model.weights: {source} does not fit the model ({'; '.join(differences)}): take the model to which "
+            f"model.weights: {source} does not fit the model ({'; '.join(differences)}): use the model to which "
             "these weights belong"
         )
     _check_constants(model, named, weights, source)
@@ -233,12 +233,12 @@ def _parsed(content: bytes, file: Path) -> object:
     except pickle.UnpicklingError as error:
         said = "pickled Python objects, which could run any code" if content else "nothing"
         raise UserError(
-            f"model.weights: {file} holds {said}, so it is refused: save only the tensors, by "
+            f"model.weights: {file} contains {said}, so the file is refused: save only the tensors, by "
             "safetensors.torch.save_model(model, path) or torch.save(model.state_dict(), path)"
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"model.weights: {file} holds no weights ({in_one_line(error)}): give a safetensors file, or a state_dict "
+            f"model.weights: {file} has no weights ({in_one_line(error)}): give a safetensors file, or a state_dict "
             "that torch.save wrote"
         ) from error
 
@@ -250,10 +250,10 @@ def _named(found: object, file: Path) -> Params:
             found = inner
     if not isinstance(found, Mapping) or not found:
         kind = "an empty table" if isinstance(found, Mapping) else type(found).__name__
-        raise UserError(f"model.weights: {file} holds {kind}, not tensors by name: save model.state_dict()")
+        raise UserError(f"model.weights: {file} contains {kind}, not tensors by name: save model.state_dict()")
     if other := [shortened(str(name)) for name, value in found.items() if not isinstance(value, torch.Tensor)]:
         raise UserError(
-            f"model.weights: {file} holds other values than tensors ({_listed(other)}): save model.state_dict()"
+            f"model.weights: {file} contains other values than tensors ({_listed(other)}): save model.state_dict()"
         )
     tensors: dict[str, Any] = {str(name): value for name, value in found.items()}
     for prefix in _PREFIXES:
@@ -309,7 +309,7 @@ def _check_constants(model: nn.Module, named: Mapping[str, nn.Parameter], weight
         is_constant = name in weights and name.rpartition(".")[0] not in norms
         if is_constant and not torch.allclose(buffer, weights[name].to(buffer)):
             raise UserError(
-                f"model.weights: {source} has other values in the constant {name} than the model: take the model to "
+                f"model.weights: {source} has other values in the constant {name} than the model: use the model to "
                 "which these weights belong, or make the constant a parameter with requires_grad=False"
             )
     first: dict[int, str] = {}
@@ -318,7 +318,7 @@ def _check_constants(model: nn.Module, named: Mapping[str, nn.Parameter], weight
         if twin != name and not torch.equal(weights[twin], weights[name]):
             raise UserError(
                 f"model.weights: {source} has other values in {name} than in {twin}, which the model ties to one "
-                "parameter: take the model to which these weights belong"
+                "parameter: use the model to which these weights belong"
             )
 
 

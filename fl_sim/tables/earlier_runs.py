@@ -30,8 +30,8 @@ def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None
 
     The earlier run must be a finished run in the parent folder of ``out``, with the settings of ``experiment`` but
     fewer rounds. Its extension must be bit-identical to a run of ``experiment``. If there are several such runs, the
-    run with the most rounds is copied. The result is None if there is no such run. The files of the earlier run stay as
-    they are. All defaults in ``experiment`` must be filled in (``resolved``). Raises RunError if the copy cannot be
+    run with the most rounds is copied. The result is None if there is no such run. The files of the earlier run do not
+    change. All defaults in ``experiment`` must be filled in (``resolved``). Raises RunError if the copy cannot be
     written.
     """
     if out.exists() or not out.parent.is_dir():
@@ -65,7 +65,7 @@ class TrialOutcome:
     """The outcome of a trial of the hyperparameter search on one rung. A rung is a stage of successive halving.
 
     ``accuracy``: in [0, 1]; None if the trial diverged. ``error``: the error message of a trial that diverged.
-    ``trained``: number of rounds trained on this rung. Rounds that were trained on an earlier rung do not count.
+    ``trained``: number of rounds trained on this rung. Rounds of earlier rungs are not counted.
     ``seconds``: time of these rounds; the time of a private run is rounded up.
     """
 

@@ -153,7 +153,7 @@ WRITE_SECONDS = 1.0
 """Minimum time in seconds between two writes of a table's files, because each write covers the whole table."""
 
 WRITE_SHARE = 0.02
-"""Largest share of the time in which a table's files are written. Writing a thousand rows takes seconds."""
+"""Writing the table's files takes at most this share of the elapsed time. Writing a thousand rows takes seconds."""
 
 
 class TimeIsUp(Exception):  # noqa: N818 (an outcome, not an error)
@@ -318,8 +318,8 @@ def search_caption(
     plans = "; ".join(dict.fromkeys(_rungs(choice.search.rungs) for choice in choices))
     if tune.data:
         judged = (
-            f"on {data_label(tune.data)}, public records in place of the table's own, with the same splits and "
-            "clients, evaluated on its test records"
+            f"trained and tested on the public data set {data_label(tune.data)} in place of the table's data, with the "
+            "same partition and number of clients"
         )
     elif tune.validation == "given":
         judged = "evaluated on the validation records that the data come with; no trial uses the test records"

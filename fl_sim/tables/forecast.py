@@ -185,9 +185,9 @@ def search_forecasts(
 ) -> list[SearchForecast]:
     """Return the forecasts of the hyperparameter ``searches`` of the table in ``out``.
 
-    Searches with the same trials share one forecast. ``runs``: the forecasts of the table's own runs. A search has one
-    row and column of the table. A round of its trials is assumed to take as long as a round of the table's run in this
-    row and column.
+    Searches with the same trials share one forecast. ``runs``: the forecasts of the table's own runs. A search belongs
+    to one row and one column of the table. The estimate for a round of its trials is the time of a round of the table's
+    run in this row and column.
     """
     whole = {one.name: one.estimate.seconds for one in runs}
     found: dict[tuple[str, ...], SearchForecast] = {}

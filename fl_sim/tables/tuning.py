@@ -111,7 +111,7 @@ class SearchResult:
 
     @property
     def at_end(self) -> list[str]:
-        """Return the settings whose best value is near an end of the search space: such a space may be too narrow."""
+        """Return the settings whose best value is near an end of the search space: the space may be too narrow."""
         space = self.search.space
         return [key for key, value in self.best.trial.values.items() if space[key].is_at_end(value)]
 
@@ -152,7 +152,7 @@ def trial_batches(tune: Tune) -> list[range]:
     """Return the batches of a search's trials, as ranges of trial indices (from 0).
 
     The values of all trials in a batch are drawn at the same time. A random search is one batch. In a search by Optuna,
-    the first batch contains a quarter of all trials, with random values. Each later trial is a batch of its own,
+    the first batch contains a quarter of all trials, with random values. Each later trial is a separate batch,
     because its values depend on all earlier results.
     """
     drawn_first = tune.trials if tune.search == "random" else max(1, tune.trials // 4)
@@ -276,7 +276,7 @@ def _check_records(tune: Tune, cells: list[Cell], data_root: Path | None) -> Non
         other = "" if same == tune.data else f" holds records of {same}, which"
         raise UserError(
             f"tune.data={tune.data}{other} is also the data set of the table, so trials would be compared on the "
-            "table's test records: name another, public data set, or leave tune.data out"
+            "table's test records: set tune.data to another public data set, or leave tune.data out"
         )
     for cell in cells:
         if cell.experiment.is_private and not tune.data:
@@ -300,7 +300,7 @@ def _same_records(data: str, others: Sequence[str], data_root: Path | None) -> s
 
 
 def _check_trials(settings: TableSettings, search: Search, data_root: Path | None) -> None:
-    """Raise UserError if a trial has invalid settings, or if its model differs from that of the table's runs.
+    """Raise UserError if a trial has invalid settings, or if its model differs from the model of the table's runs.
 
     Only the first batch is checked. The values of later trials are unknown, because they depend on earlier results.
     """
@@ -319,7 +319,7 @@ def _check_trials(settings: TableSettings, search: Search, data_root: Path | Non
 
 
 def _point(tune: Tune, trial: Trial, rounds: int) -> dict[str, Any]:
-    """Return the settings of a trial: those of its cell of the table, updated with the trial's hyperparameter values.
+    """Return the settings of a trial: the settings of its table cell, updated with the trial's hyperparameters.
 
     Trials are evaluated on validation records, or on the test records of the public data set ``tune.data``.
     """
@@ -378,8 +378,8 @@ def _results(
 ) -> list[TrialResult]:
     """Execute ``trials`` on their next rung (stage), and return the results of these trials.
 
-    ``earlier``: the results of previous rungs. Trials that differ only in the number of rounds share one run. It has as
-    many rounds as the longest of these trials. The results of the shorter trials are read from the run's first rounds.
+    ``earlier``: the results of previous rungs. Trials that differ only in the number of rounds share one run, which has
+    the rounds of the longest trial. The results of the shorter trials are read from the first rounds of this run.
     Raises RunError, with the reason, for a failed trial.
     """
     last = {one.trial: one for one in earlier}

@@ -30,12 +30,12 @@ _DIGITS = 3
 class Tune(Settings):
     """A hyperparameter search for every method in every column, with the same numbers of trials and rounds for each.
 
-    ``trials``: the number of trials per method and column. ``rounds``: number of rounds of the longest trials (0: as
-    many as the runs of the table). ``halving``: the factor n of successive halving. In each stage of the search, the
-    best 1/n of the trials continue to the next stage, with n times as many rounds. ``validation``: the share of every
-    client's training records that is held out to evaluate trials ("given": the validation records of the data set).
-    ``search``: "random" draws the values at random. With "optuna", the method TPE of the library Optuna proposes values
-    from earlier results. ``seed``: the seed of the drawn values.
+    ``trials``: the number of trials per method and column. ``rounds``: number of rounds of the longest trials (0: the
+    number of rounds of the table's runs). ``halving``: the factor n of successive halving. In each stage of the search,
+    the best 1/n of the trials continue to the next stage, with n times as many rounds. ``validation``: the share of
+    every client's training records that is held out to evaluate trials ("given": the validation records of the data
+    set). ``search``: "random" draws the values at random. With "optuna", the method TPE of the library Optuna proposes
+    values from earlier results. ``seed``: the seed of the drawn values.
 
     ``space``: the settings to tune for all methods, each with a list of values or a range {low, high, log}. ``spaces``:
     further settings to tune for single methods, {kind of the algorithm or name of the row: settings}. ``data``: a
@@ -218,7 +218,7 @@ def spaces(tune: Tune, methods: Iterable[Method], federated: Iterable[str]) -> d
             raise UserError(
                 f"row {method.row} has no setting to search for, and every row gets the same search: name a setting of "
                 'all rows in [tune.space], such as "local.learning_rate" = { low = 0.001, high = 0.1, log = true }, or '
-                "leave such rows as they are with partial = true"
+                "permit rows without a search by partial = true"
             )
         found[method.row] = space
     return found

@@ -315,7 +315,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])  # noqa: S603 (our own)
     except OSError as error:
         ours.close()
-        raise RunError(f"a worker process could not be started: {error}; take fewer --jobs") from error
+        raise RunError(f"a worker process could not be started: {error}; use fewer --jobs") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
@@ -381,7 +381,7 @@ def _attempt(
     observer: _Reporter, experiment: Experiment, directory: Path, data_root: Path | None, tracking: Tracking
 ) -> Event:
     if directory.exists() and not (directory / run_directory.CONFIG).exists():
-        shutil.rmtree(directory)  # its process was killed before it wrote the configuration
+        shutil.rmtree(directory)  # the run's process was killed before it wrote the configuration
     try:
         begin_with_shorter(resolved(experiment, data_root), directory, data_root)
         return Finished(observer.name, run(experiment, directory, data_root, tracking.of(directory, observer)))

@@ -51,7 +51,7 @@ def unlearn_approximately(
         params, further = replay.model(server), replay.measured_by_stages(server)
         rounds = replay.num_rounds
     if not is_finite({"params": params}):
-        raise RunError(f"the method {name} gave a model with NaN or infinite numbers: take --method exact")
+        raise RunError(f"the method {name} gave a model with NaN or infinite numbers: use --method exact")
     out.mkdir(parents=True, exist_ok=True)
     run_directory.write_model(out, params)
     before = run_directory.read_model(finished.out)
@@ -76,8 +76,8 @@ def _against_exact(finished: FinishedRun, client: int, params: Params, before: P
 
     ``exact``: the directory of the retraining. The result is empty if the directory does not contain this retraining.
 
-    The comparison consists of the measures of the retraining, and of the L2 distances of the models before and after
-    unlearning to the retrained model.
+    The comparison consists of the measures of the retrained model, and of two L2 distances to the retrained model: from
+    the model before unlearning, and from the model after unlearning.
     """
     experiment = settings_without(finished.job.experiment, client)
     try:

@@ -3,8 +3,8 @@
 The audit needs canaries, each of which takes part in the run with probability 1/2, independently of all others
 (Steinke, Nasr, Jagielski 2023, algorithm 1). In a run with the setting ``left_out=0.5``, all training records are
 canaries. The auditor guesses "in" for the records with the smallest losses, "out" for the records with the largest
-losses, and makes no guess for the rest. If too many guesses are correct, a claimed epsilon is false (theorem 5.2).
-Ordinary records are weak canaries: crafted records prove more (``fl_sim.threats.crafted``).
+losses, and makes no guess for the rest. If too many guesses are correct, a claimed epsilon is false (theorem 5.2 of the
+same paper). Ordinary records are weak canaries: crafted records prove more (``fl_sim.threats.crafted``).
 """
 
 from dataclasses import dataclass

@@ -65,7 +65,7 @@ class Recognised:
 
 
 def most_found(noise_multiplier: float, candidates: int) -> float:
-    """Return an upper bound on any attacker's probability to guess the right one of ``candidates`` (2 or more) records.
+    """Return the largest probability with which any attacker guesses the right record among ``candidates`` (2 or more).
 
     >>> round(most_found(1.0, 2), 4)
     0.8413

@@ -6,10 +6,10 @@ gradient is much longer than the clipping norm. So each canary that joins a step
 exactly the clipping norm, in its own direction (worst-case input canaries, as in Nasr et al. 2023, section 4).
 
 The audit repeats the private training of one client: the client of a finished run with the largest epsilon. The number
-of steps, noise multiplier and sampling rate are those of the client. Its records are canaries, each of which is
-replaced by zeros with probability 1/2, and its model is linear. The auditor does not see the batches. It sees the model
-after every step, because the bill adds up the steps as if each were published. (If there are more than ``MOST_SEEN``
-steps, it sees the model only after equal groups of steps.) No record of the finished run is read.
+of steps, noise multiplier and sampling rate are those of the client. The model of the audit is linear. Its training
+records are canaries. Each canary is replaced by zeros with probability 1/2. The auditor does not see the batches. It
+sees the model after every step, because the bill assumes that each step is published. (If there are more than
+``MOST_SEEN`` steps, it sees the model only after equal groups of steps.) No record of the finished run is read.
 
 The directions, the memberships and the noise of two canaries are independent. So each canary is a separate audit. The
 scores of the canaries are log likelihood ratios. A noise multiplier claims a delta for each epsilon, and the scores may
@@ -55,7 +55,7 @@ MOST_SEEN: Final = 500
 """The largest number of models that the auditor sees, except in runs with more rounds."""
 _MOST_NUMBERS: Final = 2**26
 _LENGTH: Final = 100.0
-"""The only number of a canary that is not 0. The canary's gradient at a model of zeros has the norm 71."""
+"""The value of a canary's only nonzero feature. The canary's gradient at a model of zeros has the norm 71."""
 _LEARNING_RATE: Final = 1e-4
 """A small learning rate, so that the model stays close to zero, where the gradients are long."""
 
@@ -87,8 +87,8 @@ class AuditedSteps:
     """The private steps that are audited: ``rounds`` rounds of ``steps`` steps each. A model is seen after each round.
 
     ``batch_size``: the expected number of records in a step. ``count``: the number of records. ``noise``: the noise
-    multiplier. ``claimed``: the claimed epsilon of all steps at ``delta``. ``source``: the setting
-    ``local.privacy.noise``.
+    multiplier. ``claimed``: the claimed epsilon of all steps at ``delta``. ``source``: the value of
+    the setting ``local.privacy.noise``.
     """
 
     rounds: int
@@ -110,7 +110,7 @@ class AuditedSteps:
         facts: Mapping[str, Any] = finished.facts.get("local_privacy") or {}
         if type(privacy) is not DPSGD or statement is None:
             raise UserError(
-                f"{finished.out} claims no epsilon for local steps, and crafted canaries audit such a claim: leave "
+                f"{finished.out} claims no epsilon for local steps, but crafted canaries need such a claim: leave "
                 "--crafted out, or give a run with local.privacy=dp-sgd"
             )
         events = finished.facts["privacy"][[*finished.privacy].index(statement)]["events"]
@@ -124,7 +124,7 @@ class AuditedSteps:
             )
         count, rounds = int(clients[0]["records"]), int(clients[0]["rounds"])
         size = min(count, finished.job.experiment.local.batch_size)
-        copies = -(-MOST_CANARIES // count)  # multiplies records and batch size, which keeps the sampling rate
+        copies = -(-MOST_CANARIES // count)  # records and batch size are both multiplied, so the rate is unchanged
         rounds = max(rounds, *(one for one in range(1, min(times, MOST_SEEN) + 1) if times % one == 0), 1)
         return cls(
             rounds, times // rounds, copies * size, copies * count, noise, _claim(statement), statement.of_run[1],
@@ -192,8 +192,8 @@ class ProvenByCrafted:
 
     ``claimed``: the claimed epsilon at ``delta``. ``epsilon_lower_bound``: the lower bound with each canary as a
     separate audit. ``one_run``: the lower bound of theorem 5.2 of Steinke et al. 2023, from guesses about all canaries
-    together; another statement with 95 % confidence. ``estimate``: an estimate of epsilon without confidence (Andrew et
-    al. 2024). ``runs``: the number of audit runs.
+    together; a separate statement with 95 % confidence. ``estimate``: an estimate of epsilon without confidence (Andrew
+    et al. 2024). ``runs``: the number of audit runs.
     """
 
     claimed: float
@@ -263,7 +263,7 @@ class _Models(Silent):
 
 
 def _along(params: Params) -> NDArray[np.float64]:
-    """Return the component of a model along each canary's gradient, (canaries,). The canaries have the label 1."""
+    """Return the projection of a model on the direction of each canary's gradient, shape (canaries,), for label 1."""
     [weight] = params.values()
     both = weight.double().numpy()
     return np.asarray((both[1] - both[0]) / math.sqrt(2))

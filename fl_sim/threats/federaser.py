@@ -68,7 +68,7 @@ class FedEraser:
 def stored_rounds(finished: FinishedRun, first: int) -> list[int]:
     """Return the rounds of the stored server states that FedEraser uses; 0 stands for the initial model.
 
-    After each of these states, FedEraser repeats one round. The first state is the latest one before round ``first``.
+    After each of these states, FedEraser repeats one round. The first state is the latest state before round ``first``.
     Raises UserError if no other state follows.
     """
     rounds = int(finished.facts["rounds"])
@@ -77,7 +77,7 @@ def stored_rounds(finished: FinishedRun, first: int) -> list[int]:
     if (usable := [one for one in kept if one >= begin]) == [begin]:
         raise UserError(
             f"FedEraser needs the updates of several rounds, and {finished.out} keeps no server state after round "
-            f"{begin} from which they could be computed again: repeat the run with keep_every=2, or take --method exact"
+            f"{begin} to recompute these updates: repeat the run with keep_every=2, or use --method exact"
         )
     return usable
 

@@ -86,7 +86,7 @@ class FinishedRun:
 
     @property
     def covering(self) -> list[PrivacyStatement]:
-        """The privacy statements with the unit "record" that cover the final model; empty if none does.
+        """The privacy statements with the unit "record" that cover the final model; empty if no statement covers it.
 
         A statement covers the model in two cases: clients add noise in training, or they train only on synthetic
         records. If clients also train on their own records, a statement about the synthetic records does not cover the

@@ -31,8 +31,8 @@ def linear_first(model: nn.Module) -> str:
     name, part = _with_parameters(model)[0]
     if not isinstance(part, nn.Linear) or part.bias is None:
         raise UserError(
-            f"the first layer with parameters ({name or 'the model'}) is {type(part).__name__}, and analytic inversion "
-            "needs a linear layer with a bias there: leave --method out, or give a run of model=logistic, mlp or 2nn"
+            f"the first layer with parameters ({name or 'the model'}) is {type(part).__name__}, but analytic inversion "
+            "needs a linear layer with a bias: leave --method out, or give a run of model=logistic, mlp or 2nn"
         )
     return name
 
@@ -102,7 +102,7 @@ def imprinted(model: nn.Module, layer: str, records: torch.Tensor) -> Params:
     (_, first), (name, second) = (*_with_parameters(model)[:2], ("", None))[:2]
     if not isinstance(second, nn.Linear) or not isinstance(first, nn.Linear):
         raise UserError(
-            f"an imprint layer needs a linear layer behind the first layer, and the model has "
+            f"an imprint layer needs a linear layer after the first layer, but the model has "
             f"{type(second).__name__ if second else 'none'} there: leave --imprint out, or give a run of model=mlp or "
             "2nn"
         )

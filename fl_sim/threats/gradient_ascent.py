@@ -1,12 +1,12 @@
-"""Gradient ascent: a client itself unlearns its records approximately, then the others train (Halimi et al. 2022).
+"""Gradient ascent: one client unlearns its own records approximately, then all others train (Halimi et al. 2022).
 
 Client u increases the loss on its records by projected gradient ascent. The model must stay in a ball around a
 reference model w_ref, from which the ascent starts. The formula w_ref = w - p / (1 - p) (w_u - w) estimates the mean of
 the other clients' models. Here w is the final model, w_u is the model of u after one more local training from w, and p
-is the weight of u. (Equation 2 of the paper has the same form for N clients of equal weight, but takes w_u from the
-last round. A finished run does not store this model.) The radius of the ball is a fraction of the mean distance from
-w_ref to random initial models. The ascent ends early if the accuracy on a batch is not above chance level. Some rounds
-of the other clients follow.
+is the weight of u. (Equation 2 of Halimi et al. 2022 is this formula with p = 1 / N for N clients. There, w_u is the
+client's model of the last round, which a finished run does not store.) The radius of the ball is a fraction of the mean
+distance from w_ref to random initial models. The ascent ends early if the accuracy on a batch is not above chance
+level. Some rounds of the other clients follow.
 """
 
 import math
@@ -33,9 +33,9 @@ _LARGEST_GRADIENT = 5.0  # gradients are clipped to this L2 norm, as in the auth
 class GradientAscent:
     """The settings of gradient ascent.
 
-    ``radius``: the radius of the ball around the reference model, as a fraction of the mean distance from it to random
-    models; 1/3 in the paper. ``epochs``: the maximum number of epochs of ascent over the client's records. ``rounds``:
-    the number of rounds of the other clients after the ascent.
+    ``radius``: the radius of the ball around the reference model, as a fraction of the mean distance between the
+    reference model and random models; 1/3 in Halimi et al. 2022. ``epochs``: the maximum number of epochs of ascent
+    over the client's records. ``rounds``: the number of rounds of the other clients after the ascent.
     """
 
     radius: float = 1 / 3
@@ -43,7 +43,7 @@ class GradientAscent:
     rounds: int = 3
 
     def unlearned(self, replay: Replay, client: int, first: int) -> tuple[ServerState, LocalSteps]:
-        """Return the server state after unlearning ``client``, and the amount of work.
+        """Return the server state after unlearning ``client``, and the numbers of rounds and local steps.
 
         ``first``, the client's first round, is not used by this method.
         """

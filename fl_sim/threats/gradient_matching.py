@@ -3,8 +3,8 @@
 The attacker searches for inputs x that look like images, and whose gradient has the direction of the observed gradient
 g. It minimises 1 - cos(gradient of the loss at x, g) + ``variation`` * TV(x) over images with pixels in [0, 1]. TV, the
 total variation, is the mean absolute difference of neighbouring pixels. The optimiser is Adam on the sign of each
-derivative. Its learning rate is 0.1, and is divided by 10 after 3/8, 5/8 and 7/8 of all steps. The labels are known, or
-inferred before (``fl_sim.threats.labels``).
+derivative. The learning rate is 0.1, and is divided by 10 after 3/8, 5/8 and 7/8 of all steps. The attacker knows the
+labels, or has inferred them before (``fl_sim.threats.labels``).
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def matched(
 ) -> torch.Tensor:
     """Return inputs whose gradient has the direction of the observed gradient ``seen``, {name: gradient}.
 
-    The length of ``seen`` is ignored. ``model``: the attacked model, in evaluation mode. ``labels``: (n,), the labels
+    The norm of ``seen`` is ignored. ``model``: the attacked model, in evaluation mode. ``labels``: (n,), the labels
     of the inputs. ``start``: (n, *input shape), the inputs before the first step. ``steps``: the number of optimiser
     steps. ``show``: a function that is called with each step's index.
     """

@@ -1,7 +1,7 @@
 """Gradient inversion: the reconstruction of training records from the gradient of one step of one client.
 
 The analytic method is for models whose first layer is linear (``fl_sim.threats.first_layer``). It computes a single
-record exactly. In a batch, it computes each record that is the only one to activate some neuron. For all other models,
+record exactly. In a batch, it computes each record that alone activates at least one neuron. For all other models,
 an optimiser searches for records with the observed gradient (``fl_sim.threats.gradient_matching``), after their labels
 are inferred (``fl_sim.threats.labels``).
 """
@@ -28,11 +28,11 @@ from fl_sim.training.records import Scale
 from fl_sim.types import Params
 
 CANDIDATES = 10
-"""The number of records among which the attacker searches for the record that made a noisy gradient."""
+"""The number of candidate records. One of them produced a noisy gradient, and the attacker guesses which one."""
 _ANALYTIC, _OPTIMISED = 20, 4
-"""The default number of attacked records: for the analytic method, and for the optimiser."""
+"""The default number of attacked records: for the analytic method, then for the optimiser."""
 _STEPS, _VARIATION = 400, 0.1
-"""The default number of steps of the optimiser, and its weight of the total variation."""
+"""The optimiser's default number of steps, and the default weight of the total variation in its objective."""
 _DRAWS, _MOST_NUMBERS = 100, 10**8
 """The number of noise draws for each gradient, and the largest total of random numbers in all draws."""
 
@@ -42,10 +42,11 @@ class Asked:
     """The user's options for the attack.
 
     ``records``: the number of attacked records; 0 means the default of the method. ``batch``: the number of records in
-    one gradient. ``method``: "analytic", "optimise", or "auto": the analytic method for one record where it is
-    possible, else the optimiser. ``steps``: the number of optimiser steps; None for the default. ``variation``: the
-    weight of the total variation; None for the default. ``at``: the attacked model, before the first or after the last
-    round. ``imprint``: True for a malicious server, which sends an imprint layer in place of the first layer.
+    one gradient. ``method``: "analytic", "optimise" or "auto". "auto" means the analytic method if ``batch`` is 1 and
+    the model allows this method, else the optimiser. ``steps``: the number of optimiser steps; None for the default.
+    ``variation``: the weight of the total variation; None for the default. ``at``: the attacked model: "initial"
+    (before round 1) or "final" (after the last round). ``imprint``: True for a malicious server, which sends an imprint
+    layer in place of the first layer.
     """
 
     records: int = 0
@@ -62,9 +63,9 @@ class Inverted:
     """One record and its reconstruction.
 
     ``record``: the record, as pixels in [0, 1] or in the units of the data set. ``found``: its reconstruction, in the
-    same units. ``error``: the largest absolute difference of the two after normalisation, divided by the largest
-    absolute value of the record. ``label_found``: True if the label was inferred correctly. ``typical``: the mean of
-    the test records, as a baseline that needs no gradient.
+    same units. ``error``: the largest absolute difference between the normalised record and its reconstruction, divided
+    by the record's largest absolute value. ``label_found``: True if the label was inferred correctly. ``typical``: the
+    mean of the test records, as a baseline that needs no gradient.
     """
 
     client: int
@@ -98,9 +99,8 @@ def _psnr(squared: float) -> float:
 class Attempt:
     """The attack on one gradient: the reconstructions of its records, in the order of the client's records.
 
-    ``noise_multiplier``: the noise multiplier of the step, None without noise. ``recognised``: the success of another
-    attack, in which the attacker guesses the record of a noisy gradient among ``CANDIDATES`` records; None without
-    noise.
+    ``noise_multiplier``: the noise multiplier of the step, None without noise. ``recognised``: the success of a second
+    attack, in which the attacker guesses which of ``CANDIDATES`` records produced a noisy gradient; None without noise.
     """
 
     found: list[Inverted]
@@ -112,8 +112,8 @@ def attack(finished: FinishedRun, asked: Asked, show: Callable[[str], object] = 
     """Attack one gradient per client, until ``asked.records`` records are attacked.
 
     Each gradient is of ``asked.batch`` records. Return the name of the used method, and one attempt for each gradient.
-    ``show``: a function that is called with progress messages. Raises UserError if an attacker sees no gradients in
-    this run, or if the method does not fit the model or the batch.
+    ``show``: a function that is called with progress messages. Raises UserError if clients of this run send no
+    gradients, or if the method does not support the model or the batch size.
     """
     job, layer = finished.job, _layer(finished.runtime.model, asked)
     wanted = asked.records or (_ANALYTIC if layer is not None else _OPTIMISED)
@@ -121,7 +121,7 @@ def attack(finished: FinishedRun, asked: Asked, show: Callable[[str], object] = 
     holders = np.flatnonzero(sizes >= asked.batch)[: -(-wanted // asked.batch)].tolist()
     if not holders:
         raise UserError(
-            f"no client of {finished.out} holds {asked.batch} records: give a smaller --batch, at most {sizes.max()}"
+            f"no client of {finished.out} has {asked.batch} records: give a smaller --batch, at most {sizes.max()}"
         )
     if not torch.is_floating_point(finished.test[0]):
         raise UserError(f"the records of {finished.out} are sequences of tokens: give a run of images or numbers")
@@ -145,7 +145,7 @@ def _layer(model: nn.Module, asked: Asked) -> str | None:
     """Choose the method: return the name of the first layer for the analytic method, or None for the optimiser."""
     is_analytic = asked.method == "analytic" or asked.imprint
     if asked.method == "optimise" and asked.imprint:
-        raise UserError("--imprint is for the analytic method: leave it or --method optimise out")
+        raise UserError("--imprint is for the analytic method only: remove --imprint or --method optimise")
     if not is_analytic and (asked.method == "optimise" or asked.batch > 1):
         return None
     try:
@@ -156,8 +156,8 @@ def _layer(model: nn.Module, asked: Asked) -> str | None:
         return None
     if asked.steps is not None or asked.variation is not None:
         raise UserError(
-            "--steps and --variation are for the optimiser, and the analytic method uses none: leave them out, "
-            "or add --method optimise"
+            "--steps and --variation are for the optimiser, but the analytic method uses no optimiser: "
+            "leave them out, or add --method optimise"
         )
     return layer
 
@@ -191,10 +191,10 @@ def _reconstructed(
 def _computed(
     observed: Observed, gradient: Params, layer: str, inputs: torch.Tensor, asked: Asked
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the records and labels that ``gradient`` gives exactly.
+    """Return records and labels, computed from ``gradient`` by the analytic method.
 
-    For a batch, each neuron gives one candidate. For each of the true records ``inputs``, the result contains the
-    nearest candidate. A real attacker does not know ``inputs``, and would have to select plausible candidates.
+    For a batch, the method computes one candidate from each neuron. The result contains the nearest candidate to each
+    true record in ``inputs``. A real attacker does not know ``inputs``, and would have to select plausible candidates.
     """
     head = gradient[head_bias(observed)]
     if asked.batch == 1 and not asked.imprint:
@@ -222,7 +222,7 @@ def _compared(
     client: int, true: tuple[torch.Tensor, torch.Tensor], made: tuple[torch.Tensor, torch.Tensor], units: "Units",
     typical: torch.Tensor,
 ) -> list[Inverted]:  # fmt: skip
-    """Assign a reconstruction to each record, so that the sum of all squared errors is smallest; return all pairs."""
+    """Return pairs (record, reconstruction): the assignment with the smallest sum of squared errors."""
     from scipy.optimize import linear_sum_assignment  # noqa: PLC0415 (the import takes half a second)
 
     distances = (true[0].double().flatten(1)[:, None] - made[0].double().flatten(1)[None]).square().sum(2)
@@ -237,7 +237,7 @@ def _compared(
 
 
 def _traced(finished: FinishedRun, observed: Observed, attempt: Attempt, gradients: int) -> Attempt:
-    """Add the noise multiplier and the success of the guessing attack to ``attempt``, and return it.
+    """Return ``attempt`` with its noise multiplier and the success of the guessing attack.
 
     If the steps of the run have no noise, ``attempt`` is returned unchanged.
 
@@ -277,7 +277,7 @@ class Units:
 
     @property
     def bounds(self) -> PixelBounds:
-        """The smallest and the largest normalised value of a pixel; no limits for inputs that are not images."""
+        """The smallest and the largest value of a normalised pixel; no limits for inputs that are not images."""
         if not self.is_image:
             return PixelBounds()
         return PixelBounds((0 - self.scale.offset) / self.scale.divisor, (1 - self.scale.offset) / self.scale.divisor)

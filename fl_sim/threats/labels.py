@@ -1,12 +1,12 @@
 """Label inference: the counts of labels in a batch, from the gradient of the last layer's bias.
 
 For cross-entropy, the bias gradient of one record is p - e_y: p is the record's softmax, and e_y the unit vector of its
-label y. So the sum over a batch is (sum of p) - counts, and with the exact sum of p the counts are exact
+label y. So the sum over a batch is (sum of p) - (counts of labels). If the sum of p is known, the counts follow exactly
 (``exact_counts``). For a single record, the label is the only class with a negative entry (iDLG, Zhao et al. 2020,
 section 3.1). For a batch, the attacker does not know p, so it uses its own similar records (LLG, Wainakh et al. 2022,
-section 4). From these records it computes the mean bias gradient of each class, clipped as at the client. It then
-chooses non-negative counts, so that the sum of these means, weighted by the counts, is nearest to the observed gradient
-(``estimated_counts``).
+section 4). From these records it computes the mean bias gradient of each class, with the same clipping as the client.
+Then it chooses non-negative counts: the sum of these mean gradients, weighted by the counts, must be as near as
+possible to the observed gradient (``estimated_counts``).
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from fl_sim.threats.observed import Observed, server_of
 _MOST_HELPERS = 100
 """The largest number of the attacker's own records of each class."""
 _KNOWN_SIZE = 10.0
-"""The weight of the equation "the counts add up to the batch size", relative to the equation of each bias entry."""
+"""The weight of the equation "the counts add up to the batch size"; the equation of each bias entry has weight 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +109,8 @@ def whole(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
 def bias_gradients(observed: Observed, records: tuple[torch.Tensor, torch.Tensor]) -> NDArray[np.float64]:
     """Return the mean bias gradient of one record of each class, (classes, classes).
 
-    The gradients are clipped as at the client, and have no noise. ``records``: inputs and labels of the attacker's own
-    records. For a class without records, the mean softmax of all classes is used.
+    The gradients have the same clipping as the client's gradients, and no noise. ``records``: inputs and labels of the
+    attacker's own records. For a class without records, the mean softmax of all classes is used.
     """
     inputs, labels = records
     name = head_bias(observed)
@@ -131,7 +131,7 @@ def infer(
     """Return two lists of estimates for up to ``clients`` clients.
 
     The first list comes from the gradient of one batch, the second from the update of one round. ``at``: the attacked
-    model, "initial" or "final". A list is empty if clients send no such gradient or update.
+    model, "initial" or "final". The first list is empty if clients send no gradient, the second if they send no update.
     """
     server, batches, updates = server_of(finished, at), list[Counted](), list[Counted]()
     holders = np.flatnonzero(finished.job.shards.sizes)[:clients].tolist()

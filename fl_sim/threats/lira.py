@@ -1,24 +1,25 @@
 """Membership inference by a likelihood ratio for each record: LiRA (Carlini et al. 2022, section IV, algorithm 1).
 
 **Shadow runs** have the settings of the audited run with other seeds, but the same partition and initial model. (The
-server of a federation knows both.) A shadow run leaves each record out with the probability ``left_out`` of the audited
-run, or with 1/2 if this is 0. So some shadow runs contain a record, and others do not. The confidence of a model in the
+server of a federation knows the partition and the initial model.) A shadow run leaves each record out with a fixed
+probability: the setting ``left_out`` of the audited run, or 1/2 if this setting is 0. So each record is in some shadow
+runs and not in others. The confidence of a model in the
 label of a record, log(p / (1 - p)), is approximately normally distributed over runs. LiRA fits one normal distribution
 to the runs with the record and one to the runs without it. The score is the logarithm of the ratio of both densities at
 the audited model's confidence.
 
 **Members and non-members** must come from the same distribution, or the test would measure another difference. If the
 audited run leaves records out, these records are the non-members, because they were chosen at random. Otherwise, the
-non-members are test records. No shadow run trains on test records, so there are no runs with the record. The score then
-has the offline form (also section IV): minus the logarithm of the probability that a model without the record has a
-higher confidence. For a training record, only the shadow runs without this record are used. To give all fits equal
-errors, the same fraction of shadow runs, chosen at random, is used for a test record.
+non-members are test records. No shadow run trains on test records, so no shadow run contains a non-member. Therefore
+the score has the offline form (also section IV): minus the logarithm of the probability that a model without the record
+has a higher confidence. For a training record, only the shadow runs without this record are used. For a test record,
+the same fraction of shadow runs is used, chosen at random. So the fits of all records have similar errors.
 
 **Over rounds**, the scores of all stored models (the setting ``keep_every``) are added. The sum is the joint likelihood
-ratio of these models if their confidences are independent, given the membership of the record. In the offline form, it
-is Fisher's combination of p-values. The models of one run are not independent, and the fits of early rounds add errors.
-The sum is still a valid score, because members and non-members are treated alike, but it may be weaker than the score
-of only the final model. So both are reported.
+ratio of these models if their confidences are independent, given the membership of the record. In the offline form, the
+sum is Fisher's combination of p-values. The models of one run are not independent, and the fits of early rounds add
+errors. The sum is still a valid score, because members and non-members are treated equally. But it may be a weaker
+score than that of the final model, so the audit reports both scores.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,8 +62,9 @@ Floats = NDArray[np.float64]
 class Audited:
     """The records of an audit: first all members, then all non-members.
 
-    ``members``: their indices, (m,). Members are training records that the run used. ``others``: the indices of the
-    non-members, (n,). If ``is_online`` is True, they are training records that the run left out, else test records.
+    ``members``: the indices of the members, (m,). Members are training records that the run used. ``others``: the
+    indices of the non-members, (n,). If ``is_online`` is True, the non-members are training records that the run left
+    out, else they are test records.
     """
 
     members: NDArray[np.int64]
@@ -76,7 +78,7 @@ class Audited:
 
     @classmethod
     def of(cls, finished: FinishedRun) -> "Audited":
-        """Return the records of the audit of ``finished``. Raises UserError if clients change their records."""
+        """Return the audited records of the run ``finished``. Raises UserError if its clients change records."""
         job = finished.job
         _check_records(job)
         members, held_out = (_of_members(job, parts) for parts in (job.shards, job.validation))
@@ -92,9 +94,10 @@ class Audited:
 class Scored:
     """The result of LiRA for all records of ``audited``, first members, then non-members.
 
-    ``by_loss``: the final model's predictions, with their losses. ``by_score``: the same, but the loss is replaced by
-    the negative score of the final model. ``over_rounds``: the same, but the loss is replaced by the negative sum of
-    the scores of the models after ``rounds``. A score is NaN if the record is in all shadow runs or in none of them.
+    ``by_loss``: the final model's predictions, with their losses. ``by_score``: these predictions with the negative
+    score of the final model in place of the loss. ``over_rounds``: these predictions with the negative sum of several
+    scores in place of the loss: the scores of the models after ``rounds``. A score is NaN if the record is in all
+    shadow runs or in none of them.
     """
 
     audited: Audited
@@ -171,7 +174,7 @@ def attack(finished: FinishedRun, shadows: int, folder: Path, progress: Callable
     if not all(len(some.losses) for some in scored.split(scored.by_score)):
         raise UserError(
             f"every member, or every non-member, is in all {shadows} shadow runs or in none of them, so there is "
-            "nothing to compare: take more --shadows, or a run with left_out nearer to 0.5"
+            "nothing to compare: set a larger number for --shadows, or give a run with left_out nearer to 0.5"
         )
     return scored
 
@@ -241,8 +244,8 @@ def _examples(audited: Audited, job: Job) -> list[Examples]:
 def _taught(shadow: Job, audited: Audited) -> NDArray[np.bool_]:
     """Return a mask, (records,): True for each of the audit's records that a shadow run contains.
 
-    In the offline form, scores use only the shadow runs without the record. Therefore random test records are also
-    marked as contained: this shadow run is then not used for their scores.
+    In the offline form, the score of a record uses only the shadow runs without this record. No shadow run contains
+    test records. So random test records are marked as contained, and this shadow run is not used for their scores.
     """
     members = np.isin(audited.members, shadow.shards.records)
     if audited.is_online:

@@ -16,7 +16,7 @@ class Area:
     """The area under the ROC curve of a membership test, and its 95 % confidence interval.
 
     ``area``: the probability that a member has a smaller loss than a non-member of the same classes; 0.5 is chance.
-    ``low``, ``high``: the interval by Hanley and McNeil 1982, equation 2.
+    ``low``, ``high``: the limits of the confidence interval (Hanley and McNeil 1982, equation 2).
     """
 
     area: float
@@ -62,7 +62,8 @@ class Rate:
     """The true-positive rate of a membership test at a false-positive rate, with its 95 % confidence interval.
 
     ``false_positives``: the largest allowed false-positive rate. ``rate``: the true-positive rate. ``low``, ``high``:
-    the interval by Clopper and Pearson. It ignores that the threshold depends on the sample of non-members.
+    the limits of the confidence interval by Clopper and Pearson. They ignore that the threshold of the test depends on
+    the sample of non-members.
     """
 
     false_positives: float
@@ -75,8 +76,8 @@ def rate_at(members: Judged, others: Judged, false_positives: float) -> Rate | N
     """Return the true-positive rate of the test "the loss is below a threshold"; None for too few records.
 
     ``false_positives``: the largest allowed false-positive rate, in (0, 1). At least 1 / ``false_positives``
-    non-members (``others``) are needed. The threshold is the loss of a non-member: the largest one with a
-    false-positive rate of at most ``false_positives``.
+    non-members (``others``) are needed. The threshold is the largest loss of a non-member at which the false-positive
+    rate is at most ``false_positives``.
     """
     allowed = int(false_positives * len(others.losses))
     if not allowed or not len(members.losses):
@@ -97,7 +98,7 @@ def share_interval(hits: int, count: int) -> tuple[float, float]:
 def most_allowed(epsilon: float | None, delta: float, false_positives: float) -> float:
     """Return an upper bound on the true-positive rate of any membership test, if a record has differential privacy.
 
-    ``epsilon``, ``delta``: the parameters of the privacy of the record. The bound is min(1, e^epsilon FPR + delta, 1 -
+    ``epsilon``, ``delta``: the differential privacy of the record. The bound is min(1, e^epsilon FPR + delta, 1 -
     e^-epsilon (1 - delta - FPR)) by Kairouz et al. 2015, theorem 2.1, where FPR is the false-positive rate. The bound
     is 1 if ``epsilon`` is None (no guarantee).
     """

@@ -1,9 +1,8 @@
 """The observations of an attacker on one client: gradients of local steps, and the update of a round.
 
-The client's own code computes these observations for a finished run. The algorithm defines the local training, and the
-layers change and protect it, as in the run. There is one difference: the noise comes from a seed, and no privacy
-ledger is charged. So the observations must not be shown for records that a run promises to protect
-(``FinishedRun.refuse_private_records``).
+The client's own code computes these observations for a finished run, with the run's algorithm and layers. There is one
+difference from the run: the noise comes from a seed, and no privacy ledger is charged. So these observations must not
+be shown if the run promises to protect the records (``FinishedRun.refuse_private_records``).
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from fl_sim.types import Params, ServerState
 
 
 def server_of(finished: FinishedRun, at: str) -> ServerState:
-    """Return the server state of a run: before the first round for ``at`` "initial", else after the last round."""
+    """Return the server state before the first round if ``at`` is "initial", else after the last round."""
     server = finished.procedure.beginning()
     if at == "initial":
         return server
@@ -62,7 +61,7 @@ class Observed:
 
     @classmethod
     def of(cls, finished: FinishedRun, client: int, server: ServerState) -> Self:
-        """Return ``client`` in an additional round, which starts from the server state ``server``.
+        """Return the observed ``client`` in an additional round, which starts from the server state ``server``.
 
         Raises UserError if clients of this run send nothing that an attacker can use.
         """
@@ -174,7 +173,7 @@ class Observed:
         return {name: part.view_as(weight).to(weight.device) for (name, weight), part in pairs}
 
     def update(self) -> Params | None:
-        """Return the change of the model that the client sends in the round.
+        """Return the change of the model that the client sends in its round.
 
         The result is None if the client sends something else, such as a compressed update.
         """

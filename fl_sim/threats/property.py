@@ -1,11 +1,11 @@
 """Property inference on a pool of synthetic records: an attacker estimates the class proportions of each client.
 
 Property inference (Ateniese et al. 2015; Wang et al. 2019 for federated learning) attacks a property of a client's
-whole set of records. In a method such as DA-FL, each client publishes synthetic records. Except for noise, their number
-in each class is proportional to the client's own number of records. So the attacker reads the class proportions from
-the pool. The epsilon of the pool does not prevent this, because it protects single records. The proportions depend on
-all n records of a client. For n records together, the guarantee is only n times epsilon (group privacy; Dwork, Roth
-2014, theorem 2.2).
+whole set of records. In a method such as DA-FL, each client publishes synthetic records. Except for noise, the number
+of synthetic records of a class is proportional to the client's number of real records of this class. So the attacker
+reads the class proportions from the pool. The epsilon of the pool does not prevent this, because it protects single
+records. The proportions depend on all n records of a client. For n records together, the guarantee is only n times
+epsilon (group privacy; Dwork, Roth 2014, theorem 2.2).
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from fl_sim.threats.finished import FinishedRun
 
 @runtime_checkable
 class SelectsLabels(Protocol):
-    """The interface of a preprocessing stage (settings) in which each client publishes synthetic records.
+    """The interface of the settings of a preprocessing stage in which each client publishes synthetic records.
 
     The labels of these records are selected with differential privacy. In ``result.json``,
     ``preprocess.clients[i].counts`` contains the number of published records of client i in each class.
     """
 
     def labels_epsilon(self, num_classes: int) -> float | None:
-        """Return the epsilon that selecting the labels costs each record, at delta 0; None without noise."""
+        """Return the epsilon, per record and at delta 0, of the selection of labels; None without noise."""
 
 
 @dataclass(frozen=True)

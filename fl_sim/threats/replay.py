@@ -1,4 +1,4 @@
-"""Repeats rounds of a finished run: from any server state and with any clients, by the run's own layers."""
+"""Repeats rounds of a finished run, from any server state and with any clients. The layers of the run are used."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ def check_replayable(finished: FinishedRun) -> None:
     experiment, server = finished.job.experiment, finished.procedure.beginning()
     sent = [dict(layout_of(one)) for one in payload_template(finished.procedure.algorithm, server).values()]
     obstacles = {
-        "its cohorts may depend on clients' answers or times": not cohorts_known(finished.job),
+        "its cohorts may depend on replies or durations of clients": not cohorts_known(finished.job),
         "its clients also answer requests outside the rounds":
             any(map(asks_clients, stages_of(finished.job))),
         "the client states of earlier rounds are not kept": bool(finished.procedure.kept_by_clients(server)),
@@ -53,7 +53,7 @@ def check_replayable(finished: FinishedRun) -> None:
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """The amount of work of an unlearning method. ``rounds``: the number of changes of the server's model.
+    """The amount of work of an unlearning method. ``rounds``: the number of changes of the global model.
 
     ``steps``: the number of local steps of all clients. ``recomputed``: the number of further local steps, which only
     recompute updates that a server could have stored.
@@ -111,7 +111,7 @@ class Replay:
     ) -> tuple[Reply, ...]:
         """Train ``clients`` as in round ``server_round``, from the state ``server``; return updates sorted by client.
 
-        ``most_steps``: {client: maximum number of local steps}, to take fewer steps than in the run.
+        ``most_steps``: {client: maximum number of local steps}, to train for fewer steps than in the run.
         """
         strategy, timeout = self.strategy, self.finished.job.experiment.round_timeout
         strategy.server = server

@@ -2,8 +2,8 @@
 
 **Retraining without client u** is a run with the same settings in which u holds no records (the setting ``forgotten``).
 The clients keep their IDs. Random numbers depend only on seed, purpose, client and round. So the partition of the other
-records, the cohorts, the batches and the hostile clients stay the same. A client without records is sampled like any
-other, sends its blank update with weight 0, and changes no bit of a model (checked in
+records, the cohorts, the batches and the hostile clients stay the same. A client without records is sampled like all
+others. It sends an update with weight 0, which changes no bit of a model (checked in
 tests/fl_sim/simulation/test_empty_clients.py). Public facts about the data set, such as the constants of normalisation
 and the number of classes, also stay the same.
 
@@ -46,7 +46,7 @@ _OF_CLIENTS = [name for name in run_directory.ROUND_FIELDS if name.startswith("c
 class KnownStart:
     """The state from which exact unlearning continues: the state after round ``last_round`` (0: the initial model).
 
-    ``why``: a phrase for the user that names the state and the reason for it.
+    ``why``: a phrase for the user that names the state and the reason to use it.
     """
 
     last_round: int
@@ -95,12 +95,12 @@ def beginning_of(finished: FinishedRun, client: int) -> KnownStart:
     job, experiment = finished.job, finished.job.experiment
     kinds = [*map(type, (experiment.algorithm, experiment.aggregator, experiment.attack)), *layer_kinds(experiment)]
     obstacles = {
-        "the cohorts may depend on clients' answers or times": not cohorts_known(job),
+        "the cohorts may depend on replies or durations of clients": not cohorts_known(job),
         "clients also answer requests outside the rounds": any(map(asks_clients, stages_of(job))),
         "the client states of earlier rounds are not kept": bool(finished.procedure.kept_by_clients(
             finished.procedure.beginning())),
         "early stopping depends on records that clients hold out": experiment.evaluate.validation not in {0.0, "given"},
-        "code of your own may depend on the number of clients with records": any(map(is_own, kinds)),
+        "user-defined code may depend on the number of clients with records": any(map(is_own, kinds)),
     }  # fmt: skip
     if why := next((reason for reason, holds in obstacles.items() if holds), ""):
         return KnownStart(0, f"from the initial model: {why}")
@@ -153,7 +153,8 @@ def measures(finished: FinishedRun, params: Params, client: int) -> dict[str, An
 
     ``test_accuracy``: on the test records. ``kept_accuracy``: on the training records of all other clients.
     ``forgotten_accuracy``: on the records of ``client``. ``membership``: the area under the ROC curve of a membership
-    test by the loss, for the client's records against test records of the same classes; None without such records.
+    test by the loss, for the client's records against test records of the same classes; None if there are no such test
+    records.
     """
     model = finished.job.whole_model()
     inputs, labels = finished.test
@@ -178,7 +179,7 @@ def measures(finished: FinishedRun, params: Params, client: int) -> dict[str, An
 def further_in(out: Path) -> dict[str, Any]:
     """Return the additional measures of the last round of the run in ``out``, {"further": {name: number}}.
 
-    These are the measures of the run's stages, such as the success rate of an attack, and user-defined metrics.
+    The run's stages compute these measures, such as the success rate of an attack, or they are user-defined metrics.
     """
     records = run_directory.read_rounds(out)
     return {"further": dict((records[-1].metrics if records else None) or {})}

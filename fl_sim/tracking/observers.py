@@ -1,8 +1,8 @@
 """Observers of a run: trackers such as MLflow, and the user's own objects.
 
-A command names the user's objects by import paths. Trackers receive the numbers of the run's files, under the column
-names of ``rounds.csv``. A background thread sends them, so a slow tracker never delays a round, and a failing tracker
-never aborts a run.
+The user names these objects by import paths in a command. Trackers receive the numbers of the run's files, under the
+column names of ``rounds.csv``. A background thread sends these numbers, so a slow tracker never delays a round, and a
+failing tracker never aborts a run.
 """
 
 import secrets
@@ -34,15 +34,15 @@ Say: TypeAlias = Callable[[str], None]
 """A function that shows a line of text to the user."""
 
 SECONDS_TOGETHER: Final = 5.0
-"""Rounds that finish within this number of seconds are sent in one request, because many requests would be slow."""
+"""The number of seconds for which finished rounds are collected and then sent in one request, to save requests."""
 
 LONGEST_SECONDS: Final = 60.0
-"""Seconds that a run waits at its end for trackers that are still sending."""
+"""The number of seconds for which a run waits at its end until all data are sent to the trackers."""
 
 METRICS: Final = "metrics"
 """The name of an optional method of a user's observer.
 
-The method computes the user's own metrics of the model after a round.
+The method computes user-defined metrics of the model after a round.
 """
 
 EVENTS: Final = (*(name for name in vars(Observer) if not name.startswith("_")), METRICS)
@@ -55,10 +55,10 @@ _STATES: Final = TypeAdapter(dict[str, TrackerState])
 
 @dataclass(frozen=True)
 class Tracking:
-    """The trackers, and the user's own observers, that receive the events of each run of a command.
+    """The trackers and the user's observers that receive the events of each run of a command.
 
-    ``trackers``: names, such as mlflow. ``observers``: import paths of functions or classes that create an observer
-    from the run directory.
+    ``trackers``: the names of trackers, such as mlflow. ``observers``: import paths of functions or classes that create
+    an observer from the run directory.
     """
 
     trackers: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Tracking:
         """Create the observers of the run in ``directory``, and return one observer that calls all of them.
 
         ``first``: an observer that is called before all others. ``say``: a function that shows the failure of a tracker
-        to the user; None prints it on standard error. ``given``: a user's observer that is already an object.
+        to the user; None prints the failure on standard error. ``given``: a user's observer that is already an object.
         Raises UserError if an observer cannot be created, or if it has none of the methods of an observer.
         """
         own: list[tuple[str, object]] = []
@@ -89,7 +89,7 @@ class Tracking:
     def catch_up(self, directory: Path, say: Say) -> None:
         """Send the rounds and results of the finished run in ``directory`` to the trackers.
 
-        A tracker receives only what it does not have yet.
+        A tracker receives only the rounds and results that it does not have yet.
         """
         if self.trackers:
             send_whole(directory, self.trackers, say)
@@ -169,7 +169,7 @@ class Sender:
 
 
 def send_whole(directory: Path, trackers: Sequence[str], say: Say) -> Sender:
-    """Send the rounds and results in the run directory to each tracker, except for those that it already has.
+    """Send the rounds and results in the run directory to each tracker, except for rounds and results that it has.
 
     Returns the sender, whose attribute ``failed`` lists the trackers that failed.
     """
@@ -218,7 +218,7 @@ class LiveTracker(Silent):
             self._queue.put(record)
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Pass the results to the background thread, and wait until all is sent, at most 60 seconds."""
+        """Pass the results to the background thread, and wait at most 60 seconds until they are sent."""
         if self._is_private:
             self._start(send_whole, self._sender.directory, self._sender.trackers, self._sender.say)
         self._queue.put(facts)
@@ -226,8 +226,8 @@ class LiveTracker(Silent):
             self._thread.join(LONGEST_SECONDS)
             if self._thread.is_alive():
                 self._sender.say(
-                    f"trackers were not done after {LONGEST_SECONDS:g} seconds, and the run ends: 'fl-sim export "
-                    f"{self._sender.directory} --to {','.join(self._sender.trackers)}' sends the missing data"
+                    f"after {LONGEST_SECONDS:g} seconds, trackers had not received all data, and the run ends: 'fl-sim "
+                    f"export {self._sender.directory} --to {','.join(self._sender.trackers)}' sends the missing data"
                 )
 
     def _start(self, target: Callable[..., object], *arguments: object) -> None:
@@ -259,7 +259,7 @@ class LiveTracker(Silent):
 
 
 def ending_of(facts: Mapping[str, Any]) -> str:
-    """Return an identifier of the results in ``facts``, the content of ``result.json``.
+    """Return an identifier of the run's results. ``facts``: the content of ``result.json``.
 
     The identifier changes if the run gets new results, for example after more rounds.
     """

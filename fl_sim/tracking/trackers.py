@@ -36,7 +36,7 @@ _PATIENCE: Final = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }  # fmt: skip
-"""Defaults of MLflow's environment variables, with which a missing server causes a quick error with few messages."""
+"""Defaults of MLflow's environment variables: if the server is missing, MLflow fails quickly, with few messages."""
 
 _IDENTITY: Final = "fl-sim.identity"
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # MLflow's limits for one request
@@ -48,7 +48,8 @@ class TrackerState:
     """The part of a run that one tracker has already received, as stored in ``tracking.json``.
 
     ``identity``: the random identifier of the run in the tracker. ``sent``: the number of the last round that the
-    tracker has received. ``ended``: the identifier (``ending_of``) of the results that it has received; empty if none.
+    tracker has received. ``ended``: the identifier (``ending_of``) of the results that the tracker has received; empty
+    if it has received no results.
     """
 
     identity: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -96,7 +97,7 @@ class Session(Protocol):
 
 
 class TensorBoard:
-    """TensorBoard: writes one event file in the run directory, for ``tensorboard --logdir``.
+    """TensorBoard: writes one event file in the run directory. ``tensorboard --logdir`` shows this file.
 
     A resumed run appends to the file. If a crash has left an incomplete event at the end of the file, this event is
     removed first.
@@ -168,8 +169,8 @@ class MLflow:
     def _describe(self, tracked: TrackedRun, run: "Run") -> None:
         """Send the settings of the run as MLflow parameters.
 
-        MLflow's parameters cannot change. So if a resumed run has a changed setting, the new value becomes the tag
-        ``now.SETTING``.
+        MLflow's parameters cannot change. So if a setting of a resumed run has changed, the new value is sent as the
+        tag ``now.SETTING``.
         """
         from mlflow.entities import Param, RunTag  # noqa: PLC0415 (an extra)
 
@@ -217,7 +218,7 @@ class WandB:
 
 
 class Trackio:
-    """Trackio: writes to a local database, or to the server ``$TRACKIO_SERVER_URL``, for ``trackio show``.
+    """Trackio: writes to a local database or to the server ``$TRACKIO_SERVER_URL``. ``trackio show`` shows the runs.
 
     The name of a run in Trackio consists of the name of its directory and its random identifier.
     """

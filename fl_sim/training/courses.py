@@ -1,4 +1,4 @@
-"""Courses: the local training of a client as a sequence of training jobs, for algorithms with special local steps.
+"""Courses: the local training of a client as a sequence of training jobs. For algorithms with special local steps.
 
 Most algorithms describe their local objective by a local plan. A course is for steps that no local plan can describe,
 such as a gradient at a mixture of two models. A course yields one job after another. A job may depend on the results of
@@ -26,7 +26,7 @@ Course: TypeAlias = Generator[Sequence[LocalJob], Sequence[Trained], Trained]
 """A generator that yields jobs, receives one result per job, and finally returns the result of the whole training."""
 
 _ANY_MOMENTUM = 0.5
-"""The momentum of a ``gradient_job``. With any value but 0, the momentum buffer after one step is the gradient."""
+"""The momentum of a ``gradient_job``. If it is not 0, the momentum buffer after the first step is the gradient."""
 
 
 @runtime_checkable
@@ -83,10 +83,10 @@ def _advanced(course: Course, answer: Any) -> tuple[Sequence[LocalJob] | None, A
 
 
 def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
-    """Split ``job`` into local steps: yield one job for each step. Such a job trains one step on one batch of records.
+    """Split ``job`` into local steps: yield one job for each step. Each of these jobs trains one step on one batch.
 
     ``number``: 0 for the batches that the trainer would draw for ``job``. Any other number gives other, independent
-    batches. Images are augmented here, so that all jobs with the same batch use the same augmented images.
+    batches. This function augments the images, so all jobs with the same batch use the same augmented images.
     """
     task, (inputs, labels) = job.task, job.records.tensors()
     settings, device, draws = task.settings, inputs.device, stream(job, number)
@@ -103,7 +103,7 @@ def steps_of(job: LocalJob, number: int = 0) -> Iterator[LocalJob]:
 def stream(job: LocalJob, number: int, *, inside: bool = False) -> np.random.Generator:
     """Return the random generator with this ``number`` for a client's ``job``.
 
-    Generators that differ in ``number`` or ``inside`` are independent. Generator 0 draws the batches. ``inside``: True
+    Generators with different ``number`` or ``inside`` are independent. Generator 0 draws the batches. ``inside``: True
     for random numbers inside of steps, such as dropout.
     """
     bits: Any = job.generator.bit_generator
@@ -115,8 +115,8 @@ def at(
 ) -> LocalJob:
     """Return a copy of the training job ``step`` that starts from the parameters ``params``.
 
-    If given, ``plan``, ``statistics`` (running statistics) and ``settings``, such as ``learning_rate=0.1``, replace the
-    values in ``step``.
+    ``plan``, ``statistics`` (running statistics) and ``settings``, such as ``learning_rate=0.1``, replace the values of
+    ``step`` if they are given.
     """
     before = step.task
     task = replace(
@@ -157,7 +157,7 @@ def _changed(settings: LocalSettings, **changes: Any) -> LocalSettings:
 
 
 class _InOrder(np.random.Generator):
-    """A random generator whose permutations do not shuffle, so that a job uses its records in their order."""
+    """A random generator whose permutations do not shuffle, so that a job does not reorder its records."""
 
     def permutation(self, x: Any, axis: int = 0) -> NDArray[np.int64]:
         """Return the numbers from 0 to x - 1 in ascending order."""

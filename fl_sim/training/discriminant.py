@@ -1,7 +1,7 @@
 """Linear and quadratic discriminant analysis in closed form.
 
 Both methods model the records of each class by a normal distribution. In the linear form all classes have the same
-covariance matrix; in the quadratic form each class has its own.
+covariance matrix; in the quadratic form each class has its own covariance matrix.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from fl_sim.errors import UserError
 from fl_sim.types import Params
 
 RIDGE = 0.03
-"""The ridge, as a multiple of the mean variance, that makes a covariance matrix invertible (added to its diagonal)."""
+"""The ridge: the multiple of the mean variance that is added to the diagonal of a covariance matrix to invert it."""
 
 OWN_SHARE, OWN_RIDGE = 0.1, 0.3
 """For the quadratic form: ``OWN_SHARE`` is the weight of the covariance of a class, ``OWN_RIDGE`` is the ridge.

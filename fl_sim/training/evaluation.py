@@ -25,13 +25,13 @@ from fl_sim.types import Params
 from partitions import Parts
 
 EVALUATION_BATCH = 500
-"""Records per forward pass on a CPU: few enough for its cache, and many enough for efficient operators."""
+"""Records per forward pass on a CPU: few enough for the CPU's cache, and enough for efficient operators."""
 
 OWN_BATCH = 50
 """Records per forward pass of a model that defines its own loss, which may return logits for each token of a record."""
 
 _LARGEST = 700.0
-"""The largest loss whose exponential is a float."""
+"""The largest loss in the computation of the perplexity, so that its exponential does not overflow."""
 
 EVALUATION_BATCH_ON_GPU = 2_000
 """Records per forward pass on a GPU, where the launch of an operation takes longer than its arithmetic."""
@@ -42,11 +42,12 @@ class Scores:
     """The predictions of a model on n records.
 
     ``loss``: the mean cross-entropy. ``labels``: (n,), the true classes. ``predicted``: (n,), the predicted classes.
-    ``margins``: (n,), the logit of class 1 minus the logit of class 0; None unless there are two classes. A model
-    with its own loss (fl_sim.own_loss) makes several predictions for a record, such as one per token. For such a model,
-    ``predicted`` is empty, and ``loss`` is the mean over all predictions. ``right``: (n,), the number of correct
-    predictions of each record. ``counts``: (n,), the number of all predictions of each record. Both are None for a
-    model with one prediction per record.
+    ``margins``: (n,), the logit of class 1 minus the logit of class 0; None unless there are exactly two classes.
+
+    A model with its own loss (fl_sim.own_loss) makes several predictions for a record, such as one per token. For such
+    a model, ``predicted`` is empty, and ``loss`` is the mean over all predictions. ``right``: (n,), the number of
+    correct predictions of each record. ``counts``: (n,), the number of all predictions of each record. ``right``
+    and ``counts`` are None for a model with one prediction per record.
     """
 
     loss: float
@@ -210,7 +211,7 @@ class Confusion:
 
 
 def area_under_roc(scores: Scores) -> float | None:
-    """Return the area under the ROC curve, or None unless there are two classes, each with records.
+    """Return the area under the ROC curve; None if there are not exactly two classes that both have records.
 
     The area is the share of all pairs (record of class 1, record of class 0) in which the record of class 1 has the
     larger margin. A pair with equal margins counts half.
@@ -271,8 +272,8 @@ class Holdings:
     def of(cls, splits: Sequence[Parts], labels: NDArray[np.int64]) -> Self:
         """Return the number of records of each client and class, summed over ``splits``.
 
-        ``splits``: one or more ``Parts``, each with the record indices of all clients. ``labels``: the label of each
-        record.
+        ``splits``: one or more ``Parts``, each of which assigns record indices to clients. ``labels``: the label of
+        each record.
         """
         owners = np.concatenate([split.owners for split in splits])
         records = np.concatenate([split.records for split in splits])
@@ -283,9 +284,10 @@ class Holdings:
     def by_client(self, recalls: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return each client's accuracy: the mean of the class recalls, weighted by the client's class distribution.
 
-        This equals the accuracy on test records that are weighted by the client's class distribution. Classes without
-        test records (recall NaN) are ignored. A client whose records all belong to such classes has the accuracy NaN.
-        The array ends at the last client whose accuracy is a number, so it may be shorter than the number of clients.
+        The result equals the accuracy on test records that are weighted by the client's class distribution. Classes
+        without test records (recall NaN) are ignored. A client whose records all belong to such classes has the
+        accuracy NaN. The array ends at the last client whose accuracy is a number, so it may be shorter than the number
+        of clients.
         """
         recall = recalls[self.labels]
         tested = ~np.isnan(recall)
@@ -367,7 +369,7 @@ def known(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _mean(shares: NDArray[np.float64]) -> float:
-    """Return the mean of the values that are not NaN; np.nanmean takes ten times as long."""
+    """Return the mean of the values that are not NaN, in a tenth of the time of np.nanmean."""
     values = known(shares)
     return float(values.sum() / len(values))
 

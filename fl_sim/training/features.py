@@ -39,7 +39,7 @@ class Passes(Protocol):
 
 @dataclass(frozen=True)
 class Network:
-    """A model whose logits and features can be computed with any given parameters, not only its own.
+    """A model whose logits and features can be computed with any parameters, not only with the model's own.
 
     Records have the shape (n, *input shape). ``passes``: faster forward and backward passes of the model, or None.
     """
@@ -50,7 +50,7 @@ class Network:
     def logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
         """Return the logits, (n, classes), without changing the model's running statistics.
 
-        If ``params`` contains running statistics, they are used instead of the model's own.
+        If ``params`` contains running statistics, they are used instead of the model's own running statistics.
         """
         if self.passes is not None:
             return self.passes.logits(params, records)
@@ -64,9 +64,9 @@ class Network:
         return frozenset(running_in(self.model))
 
     def training_logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
-        """Return the logits, (n, classes), that BatchNorm layers compute in training, and update the statistics.
+        """Return the logits, (n, classes), of BatchNorm layers in training mode, and update the running statistics.
 
-        ``params`` contains the running statistics, which are updated in place. Dropout is off.
+        The running statistics in ``params`` are updated in place. Dropout is off.
         """
         norms = norms_in(self.model).values()
         try:
@@ -101,7 +101,7 @@ class Network:
 
     def features_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
         """Return the features, (n, d), of records for weights ``params``."""
-        # By PyTorch, because the faster passes do not call the head. The features are the inputs of the head.
+        # PyTorch computes the logits, because ``passes`` do not call the head. The features are the head's inputs.
         return with_features(self.model, partial(Network(self.model).logits_of, params, records))[1]
 
     def batch(
@@ -114,9 +114,9 @@ class Network:
         """Return the ``Batch`` that the loss terms receive: records, with their logits and features, and models.
 
         ``records``: inputs, labels and weights of the batch. ``outputs``: logits and, if a loss term needs them,
-        features, computed with ``params``. The field ``data`` stays empty here, because each loss term needs other
-        data. A loss term can also compute logits or features with other parameters, such as a teacher's; then dropout
-        is off.
+        features, computed with ``params``. The field ``data`` stays empty here, because each loss term needs different
+        data. A loss term can also compute logits or features with other parameters, such as a teacher's parameters. In
+        this computation, dropout is off.
         """
         logits, features = outputs
         logits_of, features_of = (partial(self._without_dropout, of) for of in (self.logits_of, self.features_of))
@@ -175,7 +175,7 @@ def feature_sums(model: nn.Module, params: Params, inputs: torch.Tensor, labels:
 def sums_by_class(features: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Return for each class the sum of ``features`` (n, d) over its records, shape (classes, d)."""
     of_class = labels.unsqueeze(1) == torch.arange(num_classes, device=labels.device)
-    # A matrix product, because it always adds in the same order on a GPU. index_add does not.
+    # A matrix product always adds in the same order on a GPU; index_add does not.
     return of_class.T.to(features.dtype) @ features
 
 
@@ -183,9 +183,9 @@ def num_features(model: nn.Module, input_shape: tuple[int, ...], rebuilt_by: str
     """Return the number of features of one record. ``input_shape``: the shape of the record.
 
     The features are the inputs of the model's head (last layer). The function leaves ``model`` in evaluation mode. Only
-    methods that train the head separately need this number. Raises UserError if the head cannot be trained separately,
-    because it has other inputs than the features (n, d), or no trainable parameters. ``rebuilt_by``: the name of the
-    algorithm that rebuilt the model; empty if none did.
+    methods that train the head separately need this number. ``rebuilt_by``: the name of the algorithm that has changed
+    the architecture of the model; empty without such an algorithm. Raises UserError if the head cannot be trained
+    separately: it has other inputs than the features (n, d), or no trainable parameters.
     """
     model.eval()
     head = head_of(model)
@@ -196,9 +196,9 @@ def num_features(model: nn.Module, input_shape: tuple[int, ...], rebuilt_by: str
         except (RuntimeError, ValueError, TypeError, IndexError):
             alone = None
     if not trainable(head) or alone is None or not torch.allclose(alone, logits):
-        cure = "set self.head to the model's last linear layer, or take another calibrate, preprocess or algorithm"
+        cure = "set self.head to the model's last linear layer, or set another calibrate, preprocess or algorithm"
         if rebuilt_by:
-            cure = f"algorithm {rebuilt_by} made this model, so leave calibrate and preprocess out, or take another one"
+            cure = f"algorithm {rebuilt_by} made this model: leave calibrate and preprocess out, or change algorithm"
         raise UserError(
             f"the method needs a head that computes the logits from features (n, d) and has trainable weights, but the "
             f"head of {type(model).__name__} does not, or is frozen: {cure}"
@@ -241,7 +241,7 @@ def _moments(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _root(symmetric: torch.Tensor) -> torch.Tensor:
-    """Return the square root of a symmetric matrix whose eigenvalues are at least 0, apart from rounding errors."""
+    """Return the square root of a positive semidefinite matrix; eigenvalues below 0 are rounding errors."""
     values, vectors = torch.linalg.eigh((symmetric + symmetric.T) / 2)
     root: torch.Tensor = vectors * values.clamp(min=0).sqrt() @ vectors.T
     return root

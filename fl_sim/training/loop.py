@@ -38,19 +38,19 @@ TAKES = frozenset({
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
     "trained", "step_mask",
 })  # fmt: skip
-"""The fields of LocalSettings and LocalPlan that ``train`` supports: all of them.
+"""The fields of LocalSettings and LocalPlan that ``train`` supports. These are all fields.
 
 The other trainers support fewer fields. They call ``train`` for a client whose settings or plan they do not support.
 """
 
 LARGE = 2**17
-"""The smallest size, in numbers, of a large parameter. A step may update only a part of a large parameter."""
+"""A parameter with at least so many numbers is called large. A step may update only a part of a large parameter."""
 
 BLOCK = 2**17
-"""The size in numbers of a block of a large parameter for each thread. The tensors of a block fit into a cache."""
+"""The numbers per thread in one block of a large parameter. The tensors of a block fit into the CPU's cache."""
 
 FEW = 0.25
-"""The largest share of a large parameter that is updated separately. For a larger share, a full update is faster."""
+"""If a step changes at most this share of a large parameter, only this part is updated, else the whole parameter."""
 
 Partner: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """An averaged record for FedMix: (mean input of several records, (*input shape); class proportions, (classes,))."""
@@ -101,7 +101,7 @@ def train(
     not contain it. ``inputs``: (n, *input shape), normalised. ``labels``: (n,). n may be 0; then nothing is trained.
     ``generator``: the random generator for shuffling, image augmentation and mixing partners. ``passes``: faster
     passes of ``model``, for a plan whose loss terms need no second derivatives; or None. Raises ValueError for
-    tensors that do not fit the model. Raises UserError for a plan with fields that no trainer supports.
+    tensors whose shapes do not fit the model. Raises UserError for a plan with fields that no trainer supports.
     """
     weights: Params = placed_in(model, task.params)
     trained = trained_weights(model, plan)
@@ -148,9 +148,9 @@ class Descent:
     ``anchor``: the received model. ``offset``: the tensors that the plan adds to each gradient. ``drift``: the tensors
     that the plan adds to each step, before multiplication by the learning rate. ``mask``: True for the numbers that
     steps may change; all numbers of a parameter without a mask may change. ``offset``, ``drift`` and ``mask`` may be
-    empty. ``buffers``: the momentum buffers. ``moments``: the running means of Adam and AdamW. ``touched``: for a large
-    parameter, True at the indices of its longest axis that have had a gradient. All fields from ``anchor`` on are
-    dictionaries by parameter name.
+    empty. ``buffers``: the momentum buffers. ``moments``: the running means of Adam and AdamW. ``touched``: masks for
+    large parameters: True at each index of the longest axis where a gradient was not 0 before. All these fields are
+    dictionaries with parameter names as keys.
     """
 
     settings: LocalSettings
@@ -188,7 +188,7 @@ class Descent:
         for name, gradient in clipped(corrected, self.settings.clip_norm).items():
             before = weights[name].clone() if name in self.mask else None
             self._step(name, weights[name], gradient)
-            if before is not None:  # restores masked weights: momentum, offsets and weight decay changed them, too
+            if before is not None:  # masked weights keep their values, despite momentum, offsets and weight decay
                 weights[name].copy_(torch.where(self.mask[name], weights[name], before))
 
     def _corrected(self, name: str, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -224,9 +224,9 @@ class Descent:
     def _part(self, name: str, weight: torch.Tensor, gradient: torch.Tensor) -> tuple[int, torch.Tensor] | None:
         """Return the part of a large parameter that a step changes, as (axis, indices on this axis).
 
-        The rest of the parameter has had no gradient so far, so its momentum is 0. An example is an embedding: the
-        texts of a client contain few of all tokens. Return None if the whole parameter must be updated, or if an update
-        of the whole parameter is faster.
+        All earlier gradients of the rest of the parameter were 0, so its momentum is 0. An example is an embedding: the
+        texts of a client contain only few of the tokens. The result is None if the whole parameter must be updated, or
+        if this is faster.
         """
         settings, has_state = self.settings, name in self.moments or bool(self.settings.momentum)
         if weight.numel() < LARGE or weight.ndim < 2 or weight.device.type != "cpu" or not has_state:
@@ -237,14 +237,14 @@ class Descent:
         touched = self.touched.setdefault(name, torch.zeros(weight.shape[axis], dtype=torch.bool))
         if int(touched.sum()) <= FEW * len(touched):
             others = [one for one in range(weight.ndim) if one != axis]
-            # The maximum and the minimum are several times as fast as ``any`` of floats. NaN also counts as not 0.
+            # amax and amin of floats are several times as fast as ``any``. NaN is also treated as not 0.
             touched |= (gradient.amax(others) != 0) | (gradient.amin(others) != 0)
         return (axis, touched.nonzero().flatten()) if int(touched.sum()) <= FEW * len(touched) else None
 
     def _update_whole(self, name: str, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Update one parameter in place. A large parameter is updated block by block, with the same bits.
+        """Update one parameter in place. A large parameter is updated block by block, with the same result in all bits.
 
-        So all temporary tensors are small. A large temporary tensor would be slow: a page fault for every 4 kB.
+        In blocks, all temporary tensors are small. A large one would be slow: it causes a page fault for every 4 kB.
         """
         moments = self.moments.get(name)
         is_large = weight.numel() >= LARGE and weight.device.type == "cpu" and weight.is_contiguous()
@@ -252,7 +252,7 @@ class Descent:
             self._update(name, weight, gradient, self.buffers, self.moments)
             return
         size = BLOCK * torch.get_num_threads()
-        changed = weight, moments.first, moments.second  # a view raises an error where a copy would lose the update
+        changed = weight, moments.first, moments.second  # ``view`` fails where a copy would lose the update
         parts = (torch.split(one, size) for one in (gradient.reshape(-1), *(one.view(-1) for one in changed)))
         for change, block, first, second in zip(*parts, strict=True):
             own = Moments(first, second, moments.num_steps.clone())
@@ -377,7 +377,8 @@ def _gradients(
     """Return (loss, {name: gradient}); ``weights`` that do not affect the loss have no gradient.
 
     With an ``ascent`` (sharpness-aware minimisation), a second gradient is computed at the weights after the ascent
-    step. The two gradients are then combined. The ``running`` statistics are updated only at the original weights.
+    step. The two gradients are then combined. The running statistics ``running`` are updated only at the original
+    weights.
     """
     loss = loss_of()
     gradients = _differentiated(loss, weights)

@@ -1,7 +1,7 @@
 """The terms of the training loss, for the training of one client and for stacked training.
 
-Stacked training trains many clients in one computation. It pads smaller batches with records of weight 0, which add
-nothing to the loss. No term becomes infinite or NaN because of these padding records.
+Stacked training trains many clients in one computation. It pads smaller batches with records of weight 0. These records
+add nothing to the loss, and no term becomes infinite or NaN because of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ Slope: TypeAlias = Callable[
 """A function that computes the gradient of the cross-entropy with respect to the input, such as ``by_autograd``."""
 
 _FAR_BELOW = -1e30
-"""The logit of excluded classes. It is finite, because a softmax would be NaN if all logits were minus infinity."""
+"""The logit of excluded classes. It is finite, because the softmax of logits that are all minus infinity is NaN."""
 
 
 def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -43,13 +43,13 @@ def by_autograd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logits, cross-entropy of each record, its gradient with respect to the inputs).
 
-    The results can be differentiated with respect to the weights. FedMix needs this, because its loss contains the
-    gradient with respect to the inputs.
+    The results can be differentiated with respect to the weights. FedMix needs these derivatives, because its loss
+    contains the gradient with respect to the inputs.
     """
     records = inputs.requires_grad_()
     logits = logits_of(records)
     own = cross_entropies(logits, labels, smoothing)
-    # The sum is differentiated, not the mean: then row i of the result is the gradient of the loss of record i.
+    # The sum is differentiated, not the mean, so that row i of the result is the gradient of the loss of record i.
     (slope,) = torch.autograd.grad(own.sum(), records, create_graph=True)
     return logits, own, slope
 
@@ -67,9 +67,9 @@ def mixed_losses(
 ) -> torch.Tensor:
     """Return the FedMix loss (``linearise`` True) or the NaiveMix loss of each record, (n,) (Yoon et al. 2021).
 
-    ``partner``: an averaged record, (*input shape), and its class proportions, (classes,). ``weight``: lambda of the
-    paper, the share of the averaged record. ``slope``: the function that computes input gradients. ``smoothing``: the
-    label smoothing, for the records' own labels and for the class proportions; see ``cross_entropies``.
+    ``partner``: an averaged record, (*input shape), and its class proportions, (classes,). ``weight``: lambda of Yoon
+    et al. 2021, the share of the averaged record. ``slope``: the function that computes input gradients. ``smoothing``:
+    the label smoothing, for the records' own labels and for the class proportions; see ``cross_entropies``.
     """
     mean_input, mean_label = partner
     if not linearise:
@@ -130,7 +130,7 @@ def adjusted(logits: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tens
 def check_smoothing(plan: LocalPlan, smoothing: float) -> None:
     """Raise UserError if labels are smoothed and the plan removes a class from the softmax.
 
-    The smoothed label would give that class a share, so the loss would be infinite.
+    A smoothed label gives every class a share, also the removed class, so the loss would be infinite.
     """
     if smoothing and plan.logit_shift is not None and bool((plan.logit_shift == -torch.inf).any()):
         raise UserError(
@@ -142,8 +142,8 @@ def check_smoothing(plan: LocalPlan, smoothing: float) -> None:
 def with_terms(loss: torch.Tensor, terms: Sequence[LossTerm], data: Sequence[Params], batch: Batch) -> torch.Tensor:
     """Return ``loss``, a tensor of shape (), plus all loss ``terms``, evaluated on ``batch``.
 
-    ``data``: the tensors of each term, on the device. Raises UserError if a term returns anything other than a tensor
-    with one number per record, or with one number for the batch.
+    ``data``: the tensors of each term, on the device of the batch. Raises UserError unless each term returns a tensor
+    with one number per record, or with one number for the whole batch.
     """
     count = len(batch.labels)
     for term, own in zip(terms, data, strict=True):
@@ -201,8 +201,8 @@ def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
             *(batch.features_of(params, batch.inputs).detach() for params in (batch.data, batch.anchor)),
         )
     )
-    # A single inner product, with (previous - received): if both models are equal, the gradient of the loss is exactly
-    # 0. With a difference of two inner products, rounding errors would give a gradient other than 0.
+    # One inner product with (previous - received): if these features are equal, the gradient of the loss is exactly 0.
+    # A difference of two inner products would have rounding errors, and the gradient would not be exactly 0.
     return weight * functional.softplus((own * (previous - received)).sum(1) / temperature)
 
 
@@ -211,7 +211,7 @@ def pulled(batch: Batch, weight: float) -> torch.Tensor:
     assert batch.features is not None
     prototypes, present = batch.data["prototypes"], batch.data["present"]
     shape = batch.logits.shape[1], batch.features.shape[1]
-    _check("the prototypes", prototypes, shape, advice="; the head of the model must be its one last nn.Linear")
+    _check("the prototypes", prototypes, shape, advice="; the head of the model must be a single nn.Linear")
     _check("the present classes", present, batch.logits.shape[1:])
     distances = (batch.features - prototypes[batch.labels]).pow(2).sum(1)
     return weight * torch.where(present[batch.labels], distances, 0.0)
@@ -235,7 +235,7 @@ class _With:
 def _directions(features: torch.Tensor) -> torch.Tensor:
     """Return the rows of ``features``, each scaled to length 1.
 
-    A row of zeros, as after inactive ReLUs, stays zero and has no gradient.
+    A row of zeros (for example, the output of inactive ReLUs) stays zero and has no gradient.
     """
     lengths = torch.linalg.vector_norm(features, dim=1, keepdim=True)
     has_any = lengths > 0

@@ -14,7 +14,7 @@ BETAS = 0.9, 0.999
 EPSILON = 1e-8
 
 _TINY_ASCENT = 1e-12
-"""An ascent step divides by the norm of a gradient plus this number, so that a norm of 0 does not give NaN."""
+"""A number that an ascent step adds to the norm of a gradient to avoid division by 0."""
 
 _TINY_NORM = 1e-6
 """A number that clipping adds to the norm of gradients to avoid division by 0.
@@ -53,16 +53,16 @@ class Moments:
         self.num_steps.add_(1)
         self.first.lerp_(gradient, 1 - BETAS[0])
         self.second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
-        # num_steps is float64, because 1 - 0.999 loses half of its digits in float32.
+        # num_steps is float64, because 1 - 0.999 in float32 would lose half of the digits.
         first_share, second_share = ((1 - beta**self.num_steps).to(gradient.dtype) for beta in BETAS)
         return self.first / first_share / ((self.second / second_share).sqrt() + EPSILON)
 
     def at(self, axis: int, places: torch.Tensor) -> "Moments":
-        """Return a copy of the moments at ``places`` of an axis. The copy shares the number of steps."""
+        """Return a copy of the moments at the indices ``places`` of an axis. The copy shares ``num_steps``."""
         return Moments(self.first.index_select(axis, places), self.second.index_select(axis, places), self.num_steps)
 
     def put(self, axis: int, places: torch.Tensor, part: "Moments") -> None:
-        """Replace the moments at ``places`` of an axis by those in ``part``."""
+        """Replace the moments at the indices ``places`` of an axis by the moments in ``part``."""
         self.first.index_copy_(axis, places, part.first)
         self.second.index_copy_(axis, places, part.second)
 
@@ -70,8 +70,8 @@ class Moments:
 def ascent_of(plan: LocalPlan) -> Ascent | None:
     """Return the plan's ascent step (sharpness-aware minimisation).
 
-    Return None if the plan has no ascent step, or an ascent step without effect. An ascent step has no effect if its
-    ``radius`` (the length of the step) or its ``share`` (the weight of the gradient after the step) is 0.
+    The result is None if the plan has no ascent step, or an ascent step without effect. An ascent step has no effect if
+    its ``radius`` (the length of the step) or its ``share`` (the weight of the gradient after the step) is 0.
     """
     ascent = plan.ascent
     return ascent if ascent is not None and ascent.radius and ascent.share else None
@@ -82,11 +82,11 @@ def uphill(
 ) -> dict[str, torch.Tensor]:
     """Return the weights after the ascent step of sharpness-aware minimisation, as {name: weight}.
 
-    At the returned weights, the caller computes a second gradient. Weights without a gradient are left out.
+    The caller computes a second gradient at these weights. Weights without a gradient are left out.
     """
     steps = {name: weights[name] ** 2 * value if ascent.adaptive else value for name, value in gradients.items()}
     scaled = [weights[name] * value if ascent.adaptive else value for name, value in gradients.items()]
-    # keepdim=True: under vmap a product with a tensor of shape () copies data, which CUDA graphs do not allow.
+    # keepdim=True: under vmap, a product with a tensor of shape () copies data, and CUDA graphs do not allow copies.
     length = torch.linalg.vector_norm(torch.cat([value.flatten() for value in scaled]), dim=0, keepdim=True)
     reach = ascent.radius / (length + _TINY_ASCENT)
     return {name: weights[name] + (reach * step.flatten()).view_as(step) for name, step in steps.items()}

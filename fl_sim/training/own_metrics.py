@@ -1,4 +1,4 @@
-"""The user's own metrics: a function of the user computes them from the model and the test records."""
+"""User-defined metrics: the user's function computes them from the model and the test records."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from fl_sim.seeding import seeded_alone
 from fl_sim.store.run_directory import ROUND_FIELDS
 
 OwnMetrics: TypeAlias = Callable[[int, nn.Module, TensorDataset], Mapping[str, float]]
-"""A function of the user that computes metrics: (round, model, test records) -> {name: number}."""
+"""The user's function that computes metrics: (round, model, test records) -> {name: number}."""
 
 LONGEST_NAME: Final = 100
 """The largest number of characters in the name of a metric."""
@@ -36,9 +36,9 @@ def measured_by(
     """Return the metrics that the user's ``function`` computes after a round, {name: number}.
 
     ``what``: the name of the function for error messages. ``model``: a copy of the model that only the function uses,
-    in evaluation mode. ``test``: a copy of the records. The global random generators are seeded by ``seed``, ``what``,
-    the round and the ``keys``, such as a client ID. Raises RunError for an error in the function, with file and line of
-    the error, and for invalid metrics (``checked_metrics``).
+    in evaluation mode. ``test``: a copy of the test records. ``seed``, ``what``, the round and the ``keys``, such as a
+    client ID, seed the global random generators. Raises RunError for an error in the function, with the file and line
+    of the error, and for invalid metrics (``checked_metrics``).
     """
     with seeded_alone(seed, what, server_round, *keys), error_context(what), torch.no_grad():
         returned = function(server_round, model, test)

@@ -1,11 +1,14 @@
 """Sums of clipped per-record gradients, by two functions with the same results up to float32 rounding.
 
 ``by_layers`` is for models of linear layers, convolutions and group norms. One forward and backward pass gives, for
-each layer, its inputs a and the gradient d of the loss with respect to its outputs. For one record, the gradient of a
-linear layer's weights is the outer product of d and a. So the norm of this gradient is |d| |a|, and the weighted sum
+each layer, the layer's inputs a and the gradient d of the loss with respect to the layer's outputs. For one record, the
+gradient of a linear layer's weights is the outer product of d and a. So the norm of this gradient is |d| |a|, and the
+weighted sum
 over records is one matrix product: no per-record gradient is stored (Goodfellow 2015; "ghost clipping", Li et al. 2022,
-section 4). ``by_records`` is for all other models. It computes the gradient of each record from this record only, so no
-layer can mix records.
+section 4).
+
+``by_records`` is for all other models. It computes the gradient of each record from this record only, so no layer can
+mix records.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +31,13 @@ from fl_sim.types import Params
 ClippedSum: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], NDArray[np.float64]]
 """A function (inputs (b, *input shape), labels (b,), limit) -> the sum of the records' gradients, shape (size,).
 
-Each gradient, over all trained parameters, is first clipped to the L2 norm ``limit``, as ``Clipping`` describes. A
-gradient that is not finite counts as zeros. ``size`` is the number of all trained parameters. The sum is computed in
-float64.
+Each record's gradient of all trained parameters is first clipped to the L2 norm ``limit``, as ``Clipping`` describes. A
+gradient that is not finite is replaced by zeros. ``size`` is the number of all trained parameters. The sum is computed
+in float64.
 """
 
 _MOST_NUMBERS: Final = 2**24
-"""The largest number of float32 numbers in the per-record gradients that are in memory at the same time: 64 MiB."""
+"""The largest number of float32 numbers of all per-record gradients in memory at the same time: 64 MiB."""
 
 _PLAIN: Final = {
     nn.Sequential, nn.Identity, nn.Flatten, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh,
@@ -121,7 +124,7 @@ class _Part:
         return squares if self.right is None else squares * self.right.square().sum(dim=1)
 
     def summed(self, factors: torch.Tensor) -> torch.Tensor:
-        """Return the sum of factor * gradient over all records. Gradients with factor 0 are left out, even if NaN."""
+        """Return the sum of factor * gradient over all records. Gradients with factor 0, also NaN, are left out."""
         kept = factors > 0
         left, factors = self.left[kept], factors[kept]
         if self.right is None:
@@ -167,7 +170,7 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
     rest = {name: value for name, value in everything.items() if name not in trained}
     size = sum(value.numel() for value in trained.values())
     names_of, shares = clipping.parts(trained), clipping.shares(trained)
-    twin = copied(model)  # a copy, because functional_call changes a module that the model uses twice
+    twin = copied(model)  # a copy: if the model uses a module twice, functional_call changes this module
 
     own_losses = losses_of(twin) if isinstance(model, OwnLoss) else None
 
@@ -178,7 +181,7 @@ def by_records(model: nn.Module, trained: Params, smoothing: float, clipping: Cl
         return functional.cross_entropy(logits, label[None], label_smoothing=smoothing)
 
     together = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")
-    # True if ``vmap`` supports the model, None before the first batch. ``vmap`` never supports recurrent layers.
+    # True if ``vmap`` supports the model, None if this is not known before the first batch, False for recurrent layers.
     works: bool | None = False if any(isinstance(part, nn.RNNBase) for part in model.modules()) else None
 
     def gradients(weights: Params, inputs: torch.Tensor, labels: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -223,7 +226,7 @@ def _factors(
 
     ``squares``: the squared gradient norms of each group, (b,). ``limit``: the clipping norm of a whole gradient.
     ``shares``: the clipping norm of each group, divided by ``limit``. Without ``stability``, a factor is min(1,
-    clipping norm / norm). With ``stability``, it is clipping norm / (norm + ``stability``), as ``Clipping`` describes.
+    clipping norm / norm). With ``stability``, a factor is clipping norm / (norm + ``stability``), as in ``Clipping``.
     If any part of a record's gradient is not finite, all factors of the record are 0.
     """
     norms = [square.sqrt() for square in squares]

@@ -1,12 +1,12 @@
 """DP-SGD (Abadi et al. 2016, algorithm 1): local steps that are private for each record of a client.
 
-The compiled trainer or PyTorch executes the steps. The two use the same batches and the same noise, and their clipped
-sums are equal up to float32 rounding.
+The compiled trainer or PyTorch executes the steps. Both use the same batches and the same noise, and both compute the
+same clipped sums up to float32 rounding.
 
-Adjacency: one record is removed. The number of records is public and does not change: the removed record still counts,
-but adds nothing to the sums. All other records stay in the same batches and in the same order. Their gradients do not
-change either, because each gradient is computed from only one record. So the sensitivity of a step's sum of clipped
-gradients is the clipping norm.
+Adjacency: one record is removed. The number of records is public and does not change: the removed record is still
+included in this number, but adds nothing to the sums. All other records stay in the same batches and in the same order.
+Their gradients do not change either, because each gradient is computed from only one record. So the sensitivity of a
+step's sum of clipped gradients is the clipping norm.
 """
 
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ def is_compiled(stack: Stack, plan: LocalPlan, settings: LocalSettings) -> bool:
 def train_compiled(
     kernel: Kernel, stack: Stack, task: LocalTask, plan: LocalPlan, records: tuple[torch.Tensor, torch.Tensor]
 ) -> Trained:
-    """Train one client with the compiled trainer, as in ``train_privately``. Requires that ``is_compiled`` is True.
+    """Train one client as ``train_privately`` does, but with the compiled trainer. ``is_compiled`` must be True.
 
     ``records``: inputs (n, *input shape) and labels (n,), n at least 1.
     """
@@ -141,8 +141,8 @@ def train_privately(
 
     ``model``: provides the architecture; its weights are overwritten. ``inputs``: (n, *input shape), normalised.
     ``labels``: (n,). The number of steps is ``task.settings.num_steps(n)``. A batch without records still takes a noisy
-    step. Raises UserError for a field of plan or settings that private steps do not support, and if the rounding of the
-    noise is too coarse for the model.
+    step. Raises UserError for a field of the plan or the settings that private steps do not support, and if the
+    rounding of the noise is too coarse for the model.
     """
     private, settings, count = plan.private, task.settings, len(labels)
     assert private is not None

@@ -35,8 +35,8 @@ class Scale:
     def to(self, device: torch.device) -> "Scale":
         """Return the same normalising constants on ``device``.
 
-        The constants stay tensors. PyTorch would compute a division by a Python number as a multiplication by the
-        reciprocal, which is rounded differently.
+        The constants stay tensors, because PyTorch replaces a division by a Python number by a multiplication with the
+        reciprocal. The rounding of the result would differ.
         """
         return Scale(self.offset.to(device), self.divisor.to(device))
 
@@ -72,7 +72,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """The training records of one client, as pairs (source, range of the client's row indices in this source)."""
+    """The training records of one client: pairs (source, range of the indices of the client's rows in this source)."""
 
     parts: tuple[tuple[Source, range], ...]
 
@@ -173,8 +173,8 @@ def arithmetic(device: torch.device, precision: Precision = "float32") -> Iterat
 
     On a GPU "float32" means all 24 bits, even in convolutions (PyTorch's default for convolutions is TF32). "tf32"
     rounds the factors of products to 11 bits. "bfloat16" uses PyTorch's autocast, which rounds to 8 bits in forward and
-    backward passes. Weights and optimizer steps stay float32. On a CPU "float32" and "tf32" change nothing, so several
-    threads may use this function at once.
+    backward passes. Weights and optimizer steps stay float32. On a CPU, "float32" and "tf32" change no settings of
+    PyTorch, so several threads may use this function at the same time.
     """
     if device.type == "cpu" and precision != "bfloat16":
         yield
@@ -190,13 +190,13 @@ def arithmetic(device: torch.device, precision: Precision = "float32") -> Iterat
 
 
 _LEGACY = not hasattr(torch.backends.cudnn, "conv")
-"""True for PyTorch before 2.9. In a newer PyTorch, a program must not use both the old and the new settings."""
+"""True for PyTorch before 2.9. Newer versions have new settings of precision, which exclude the old settings."""
 _NAME, _TF32, _IEEE = ("allow_tf32", True, False) if _LEGACY else ("fp32_precision", "tf32", "ieee")
 _PLACES = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", torch.backends.cudnn))
 
 
 def _reflected(places: torch.Tensor, size: int) -> torch.Tensor:
-    """Reflect the pixel indices ``places`` at the edges of an image, so that all are from 0 to ``size`` - 1.
+    """Reflect the pixel indices ``places`` at the edges of an image, into the range from 0 to ``size`` - 1.
 
     ``size``: the number of pixels along this axis of the image.
     """

@@ -2,9 +2,9 @@
 
 If each client is trained separately, the launches of GPU kernels take most of the time. One computation for all clients
 saves launches. The clients that are trained together are called a stack. Each model parameter is one tensor with a
-leading axis for clients. The result for each client equals that of ``fl_sim.training.loop.train`` up to float32
-rounding. Clients are sorted by their number of steps, the largest first. So the clients that are still in training are
-always the first in the stack. Padding by records of weight zero is needed only for the smaller last batch of an epoch.
+leading axis for clients. The result for each client equals the result of ``fl_sim.training.loop.train`` up to float32
+rounding. Clients are sorted by their number of steps, the largest number first. So the clients that are still in
+training are always the first in the stack. Only the smaller last batch of an epoch is padded, with records of weight 0.
 """
 
 import warnings
@@ -48,16 +48,16 @@ The capture of a graph takes as long as about six plain steps.
 """
 
 WARM_UP_STEPS = 3
-"""The number of warm-up steps before a capture. PyTorch's documentation requires them, to initialise libraries."""
+"""The number of warm-up steps before a capture. PyTorch's documentation requires them to initialise its libraries."""
 
 
 class Launcher:
     """Executes optimizer steps for the first clients of a stack, if possible as one launch of a CUDA graph.
 
     Graphs exist only for a few numbers of clients (``width_for``). A step for another number of clients uses the graph
-    for the next larger number, and leaves the surplus clients unchanged. Before a graph is captured, plain PyTorch
-    executes ``plain_steps`` steps for its number of clients. If a capture fails, or if the result of a graph differs
-    from the result of the plain step, the launcher warns and uses only plain steps from then on.
+    for the next larger number, and leaves the surplus clients unchanged. Before the graph for a number of clients is
+    captured, plain PyTorch executes ``plain_steps`` steps for this number. If a capture fails, or if the result of a
+    graph differs from the result of the plain step, the launcher warns and from then on uses only plain steps.
     """
 
     def __init__(self, step: StackedStep, capture: Capture | None, plain_steps: int = 0) -> None:
@@ -89,7 +89,7 @@ class Launcher:
     def _record(self, capture: Capture, width: int, active: int) -> None:
         """Execute one step by a new CUDA graph and by plain PyTorch. Keep the graph if both results agree.
 
-        The step's final result is always that of plain PyTorch.
+        The result of the step is always the result by plain PyTorch.
         """
         before = self._copied()
         self._step.active.zero_()  # zero active clients, so that the steps during the capture change no tensor
@@ -123,8 +123,8 @@ class Launcher:
 def width_for(active: int, capacity: int) -> int:
     """Return a number of clients, at least ``active``, for which there is a CUDA graph.
 
-    To limit the number of graphs, graphs exist only for ``capacity`` clients, half as many, a quarter, ... (rounded
-    up). The result is the smallest of these numbers that is at least ``active``.
+    To limit the number of graphs, graphs exist only for ``capacity``, ``capacity`` / 2, ``capacity`` / 4, ... clients
+    (rounded up). The result is the smallest of these numbers that is at least ``active``.
     """
     width = capacity
     while width > 1 and (width + 1) // 2 >= active:
@@ -153,8 +153,8 @@ class StackedTrainer:
     """Trains all clients of a round together in stacks.
 
     ``model``: provides the architecture; the model must draw no random numbers, and must treat every record separately
-    (no batch statistics). ``alone``: the trainer for clients with plans that stacked training does not support; by
-    default PyTorch's loop. ``graphs``: if True, a GPU executes a step as one CUDA graph. The graph is captured after
+    (no batch statistics). ``alone``: the trainer for clients whose plans stacked training does not support; by default
+    PyTorch's loop. ``graphs``: if True, a GPU executes a step as one CUDA graph. The graph is captured after
     ``plain_steps`` steps of plain PyTorch with the same records, ``Kind`` and number of clients. ``capture``: the
     function that captures a graph. Several threads must not use one trainer at the same time.
     """
@@ -182,8 +182,8 @@ class StackedTrainer:
     def train(self, jobs: Sequence[LocalJob]) -> list[Trained]:
         """Train the client of each job from ``task.params``. Return one result per job, on the CPU.
 
-        Clients with an equal ``Kind`` form one stack; their learning rates may differ. A client with a plan
-        that stacked training does not support is trained separately.
+        Clients with an equal ``Kind`` form one stack; their learning rates may differ. A client is trained separately
+        if stacked training does not support its plan.
         """
         proximal = any(job.plan.proximal_mu for job in jobs)
         groups: dict[Kind | None, list[int]] = {}
@@ -269,8 +269,8 @@ def captures_on(device: torch.device) -> bool:
 def _same(before: list[torch.Tensor], by_step: list[torch.Tensor], by_graph: list[torch.Tensor]) -> bool:
     """Return True if the results of plain step and graph are finite, and equal up to rounding.
 
-    ``before``: the tensors before the step. ``by_step`` and ``by_graph``: the tensors after the step by plain PyTorch
-    and by the graph, respectively.
+    ``before``: the tensors before the step. ``by_step``: the tensors after the step by plain PyTorch. ``by_graph``: the
+    tensors after the step by the graph.
     """
     return all(
         _norm(end - other) <= SAME_STEP * _norm(end - start) + ROUNDING * _norm(end)
@@ -314,8 +314,8 @@ def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> 
         starts = [(epoch, first) for epoch in range(len(draws.order)) for first in range(0, len(own), size)]
         for step, (epoch, first) in enumerate(starts[: steps[place]]):
             batch = draws.order[epoch, first : first + size]
-            # Padding repeats a record of the same client. A record of another client could have an infinite loss: its
-            # class may be one whose logit this client shifts by -inf.
+            # Padding repeats a record of the same client. A record of another client could have an infinite loss: this
+            # client may shift the logit of that record's class by -inf.
             rows[step, place] = own[batch[0]]
             rows[step, place, : len(batch)] = own[batch]
             weights[step, place, : len(batch)] = 1 / len(batch)

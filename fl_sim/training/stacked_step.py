@@ -49,9 +49,9 @@ class Kind:
 
     ``warm``: True if the plans have initial momentum buffers. ``offset``: True if the plans add tensors to the
     gradients. ``drift``: True if the plans add tensors to the steps. ``proximal``: True if any client of the round has
-    a proximal term. ``mixing``: identifies the mixing pool (FedMix's averaged records) and its settings. ``adjusting``:
-    the shapes of the scale and shift of the logits. ``terms``: for each loss term, its function and the names, shapes
-    and types of its data. ``trained``: the names of the parameters to train; None means all.
+    a proximal term. ``mixing``: an identifier of the mixing pool (FedMix's averaged records) and of the settings of
+    mixing. ``adjusting``: the shapes of the scale and shift of the logits. ``terms``: for each loss term, its function
+    and the names, shapes and types of its data. ``trained``: the names of the parameters to train; None means all.
     """
 
     layout: Layout
@@ -80,7 +80,7 @@ class Kind:
         ``proximal``: True if any client of the round has a proximal term.
         """
         settings, plan, mix = job.task.settings, job.plan, job.plan.mix
-        # id(...): clients may share a stack only if their plans contain the same object as mixing pool.
+        # id(...): clients may share a stack only if their plans contain the same pool object.
         mixing = () if mix is None else (id(mix.inputs), id(mix.labels), mix.weight, mix.linearise)
         terms = tuple((term.function, term.features, *_shapes(term.data)) for term in terms_of(plan))
         return cls(
@@ -104,8 +104,8 @@ class StackedStep:
     The caller writes these inputs before each step. ``rows``: (capacity, batch), indices of records in ``source``.
     ``weights``: (capacity, batch), 1 / n for the n records of a batch, and 0 for padding. ``partners``: (capacity,),
     indices of averaged records in the mixing pool (FedMix). ``moves``: (capacity, batch, 3), the shifts and mirroring
-    of images. ``active``: the number of clients in training. ``padded``: True if a step may include more than
-    ``active`` clients. Such a step does not change the surplus clients.
+    of images. ``active``: the number of clients that are still in training. ``padded``: True if a step may include more
+    than ``active`` clients. Such a step does not change the surplus clients.
     """
 
     def __init__(
@@ -145,8 +145,7 @@ class StackedStep:
     def load(self, jobs: Sequence[LocalJob]) -> None:
         """Copy the clients' initial weights, plans and learning rates to the buffers.
 
-        Raises UserError if a client's settings contradict its plan, such as label smoothing with removed
-        classes.
+        Raises UserError if a client's settings contradict its plan, for example label smoothing with removed classes.
         """
         for job in jobs:
             check_smoothing(job.plan, self.kind.label_smoothing)
@@ -210,7 +209,7 @@ class StackedStep:
         if self.kind.drift:
             gradient = gradient + self._drift[name][:width]
         weight.sub_(gradient * _like(self._rates[:width], weight))
-        if live is not None:  # restores the old values of clients that have finished training
+        if live is not None:  # clients that have finished training get their old values back
             for target, value in zip(changing, before, strict=True):
                 target.copy_(torch.where(_like(live, target), target, value))
 
@@ -283,7 +282,7 @@ class StackedStep:
         return outputs_for(self._terms, self._network.model, lambda: self._network.logits_of(params, records))
 
     def _moved_by_the_loss(self) -> list[str]:
-        """Return the names of the parameters that the loss depends on.
+        """Return the names of the parameters on which the loss depends.
 
         All other parameters stay unchanged, even with weight decay, as in PyTorch's optimizers.
         """
@@ -337,7 +336,7 @@ def _room_like(tensors: Params, capacity: int, device: torch.device) -> dict[str
 def _fill(buffers: Params, parts: Sequence[Params]) -> None:
     """Copy each client's tensors to its row of the buffers.
 
-    Tensors that all clients share are transferred to the device once.
+    A tensor that all clients share is transferred to the device only once.
     """
     shared = all(part is parts[0] for part in parts)
     for name, buffer in buffers.items():

@@ -43,9 +43,9 @@ _PLAIN = {
 class LocalJob:
     """The local training of one client: the arguments of ``fl_sim.training.loop.train`` without the model.
 
-    ``seed``: a function that seeds the global generators of torch, NumPy and Python, which a model may use (dropout).
-    The function is called before PyTorch trains. The compiled trainer instead draws a key for its dropout masks from
-    ``generator``, after all other random numbers.
+    ``seed``: a function that seeds the global random generators of torch, NumPy and Python. A model may use these
+    generators, for example for dropout. The function is called before PyTorch trains. The compiled trainer does not
+    call it, and draws a key for its dropout masks from ``generator``, after all other random numbers.
     """
 
     task: LocalTask
@@ -55,7 +55,7 @@ class LocalJob:
     seed: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the plan trains unknown parameters or none. Most trainers do not check this."""
+        """Raise ValueError if the plan trains no or unknown parameters. Most trainers do not check this."""
         for names in (self.plan.trained, *(phase.names for phase in self.plan.phases)):
             if names is not None and not (names and names <= self.task.params.keys()):
                 unknown = ", ".join(sorted(names - self.task.params.keys())) or "no parameter"
@@ -80,7 +80,7 @@ class LocalJob:
     def in_phase(self, number: int) -> Self:
         """Return the job for phase ``number`` of the plan. Phases are counted from 0.
 
-        In a phase, some of the parameters are trained for some epochs. If the plan has no phases, return this job
+        A phase trains some of the parameters for some epochs. If the plan has no phases, this job is returned
         unchanged.
         """
         if not self.plan.phases:
@@ -109,7 +109,7 @@ class LocalTrainer(Protocol):
 
 @runtime_checkable
 class Training(Protocol):
-    """The interface of an algorithm with its own trainers. A worker asks these trainers before fl-sim's trainers."""
+    """The interface of an algorithm with its own trainers. They have priority over fl-sim's trainers."""
 
     def trainers(self, model: nn.Module) -> Sequence[LocalTrainer]:
         """Return the algorithm's trainers. ``model``: provides the architecture; its weights may be overwritten."""
@@ -120,11 +120,13 @@ class Trainer:
     """Trains and evaluates models, by the compiled trainer or by PyTorch.
 
     ``model``: provides the architecture; its weights may be overwritten. ``kernel``: the compiled trainer; None means
-    always PyTorch. ``precision``: the precision of products in training; the compiled trainer supports "bfloat16" if
-    ``kernel.has_bfloat16`` is True. Several threads may call a Trainer. The compiled trainer runs in all threads in
-    parallel. PyTorch also runs in all threads, with one copy of the model per thread, if the model draws no random
-    numbers. PyTorch trains one client at a time in two cases: the model has dropout, which uses the global random
-    generator of the process, or an algorithm's loss drew random numbers at its first use.
+    always PyTorch. ``precision``: the precision of matrix products in training; the compiled trainer supports
+    "bfloat16" if ``kernel.has_bfloat16`` is True.
+
+    Several threads may call a Trainer. The compiled trainer trains clients in all threads in parallel. PyTorch does the
+    same, with one copy of the model per thread, if training uses no global random generator. Otherwise PyTorch trains
+    one client at a time. This happens if the model has dropout, or if an algorithm's loss drew random numbers when it
+    was first used.
     """
 
     def __init__(self, model: nn.Module, kernel: Kernel | None, precision: Precision = "float32") -> None:
@@ -247,10 +249,10 @@ class Trainer:
         scale: Scale | None = None,
         workers: int = 1,
     ) -> Scores:
-        """Return the scores of the model with weights ``params``, equal to ``evaluation.evaluate`` up to rounding.
+        """Return the scores of the model with weights ``params``: those of ``evaluation.evaluate``, up to rounding.
 
-        The scores do not depend on the number of ``workers`` (threads). If the compiled code gives a loss that is not
-        finite, PyTorch computes the scores.
+        The scores do not depend on the number of ``workers`` (threads). If the loss by the compiled code is not finite,
+        PyTorch computes the scores.
         """
         if (logits_of := self._compiled(params, inputs)) is not None:
             scores = score(logits_of, inputs, labels, workers=workers)
@@ -262,8 +264,8 @@ class Trainer:
     def logits(self, model: nn.Module, params: Params, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, (n, classes), of records (n, *input shape) for weights ``params``.
 
-        ``model``: a model of the caller with the architecture of this trainer's model. If the compiled trainer does not
-        support the records, PyTorch uses this model and overwrites its weights.
+        ``model``: the caller's model; it has the architecture of this trainer's model. If the compiled trainer does not
+        support the records, PyTorch uses the caller's model and overwrites its weights.
         """
         logits_of = self._compiled(params, inputs) or ready(model, params)
         with torch.inference_mode(), arithmetic(inputs.device):
@@ -326,8 +328,8 @@ class Trainer:
     def _differentiable(self, job: LocalJob) -> CompiledPasses | None:
         """Return compiled forward and backward passes of the model, for PyTorch's training loop with a loss term.
 
-        Return None unless the loss term of ``job`` is ``first_order``, and the compiled trainer would support ``job``
-        without this term.
+        The result is None if the loss term of ``job`` is not ``first_order``, or if the compiled trainer would not
+        support ``job`` without this term.
         """
         term, kernel = job.plan.loss_term, self._kernel
         if term is None or not term.first_order or kernel is None or self._precision != "float32":
@@ -413,7 +415,7 @@ class Completion:
         return replace(task, params=self._with(task.params)) if self.frozen else task
 
     def plan(self, plan: LocalPlan, received: Params) -> LocalPlan:
-        """Return ``plan`` for the model with all parameters, in which the ``frozen`` parameters are not trained.
+        """Return ``plan`` for the model with all parameters. The ``frozen`` parameters are not trained.
 
         ``received``: the received model, without the frozen parameters.
         """
@@ -435,7 +437,7 @@ class Completion:
         )
 
     def trained(self, trained: Trained, received: Params) -> Trained:
-        """Return the result of training without the frozen parameters, which the ``received`` model does not have."""
+        """Return the result ``trained`` without the frozen parameters. ``received`` does not have them, either."""
         if not self.frozen:
             return trained
         buffers = {name: value for name, value in trained.momentum_buffers.items() if name in received}
@@ -464,10 +466,10 @@ def _train(
 
 
 def _draws_nothing(module: nn.Module) -> bool:
-    """Return True if it is known that ``module`` draws no random numbers.
+    """Return True if ``module`` is known to draw no random numbers.
 
-    A user-defined class states this by the attribute ``draws_random_numbers = False``. For a user-defined class without
-    this attribute, the result is False.
+    A user-defined class declares this with the attribute ``draws_random_numbers = False``. For a user-defined class
+    without this attribute, the result is False.
     """
     kind = type(module)
     if isinstance(module, nn.RNNBase):

@@ -8,14 +8,14 @@ C(e); e <- e - C(e). So the sum of all sent updates plus the last error equals t
 * Rand-k sends the numbers at random positions of an update (Wangni et al. 2018; Stich et al. 2018). Client and server
   draw the positions from a shared seed, which differs for each round and client. So positions are never sent, and they
   depend on no record.
-* SignSGD sends one bit a number (Karimireddy et al. 2019, algorithm 1, EF-SignSGD): (||p||_1 / d) sign(p), where p = e
-  + D has d numbers. Here each tensor has its own scale: the scales of a model's layers differ by orders of magnitude,
-  so one common scale would be wrong for tensors with small numbers.
-* PowerSGD sends matrices of low rank, by one step of power iteration a round (Vogels et al. 2019, algorithms 1 and 2):
-  P = M Q; orthonormalise P; Q = M' P; send P and Q. M is a weight matrix of e + D, and ' the transpose. The server
-  computes P Q'. The power iteration of the next round starts from Q. In the paper the workers sum their P before the
-  orthonormalisation, and then sum their Q, so that all workers make the same step. Here each client has its own P and
-  Q, and the server computes this client's update from them.
+* SignSGD sends one bit for each number (Karimireddy et al. 2019, algorithm 1, EF-SignSGD): (||p||_1 / d) sign(p), where
+  p = e + D has d numbers. Here each tensor has its own scale ||p||_1 / d: the sizes of numbers in a model's layers
+  differ by orders of magnitude, so one common scale would be wrong for tensors with small numbers.
+* PowerSGD sends matrices of low rank, by one step of power iteration in a round (Vogels et al. 2019, algorithms 1 and
+  2): P = M Q; orthonormalise P; Q = M' P; send P and Q. M is a weight matrix of e + D, and ' the transpose. The server
+  computes P Q'. The power iteration of the next round starts from Q. In Vogels et al. 2019 the matrices P of all
+  workers are summed before the orthonormalisation, and then all Q are summed, so that all workers make the same step.
+  Here each client has its own P and Q, and the server computes this client's update from P and Q.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ErrorFeedback(Settings):
         """Return the compressed update C(update) from its bytes, with zeros for numbers that were not sent."""
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return the compressed update with the error of earlier rounds added, and the client state: the new error.
+        """Return the compressed update plus the error of earlier rounds, and the client state (the new error).
 
         For the update D and the error e, the result consists of the bytes of C(e + D), and the new error e + D - C(e +
         D).
@@ -71,7 +71,7 @@ class ErrorFeedback(Settings):
 
 
 class TopK(ErrorFeedback):
-    """Sends the largest numbers of an update, a ``share`` of all; the error is added to the next round's update.
+    """Sends only the largest numbers of an update; the error is added to the next round's update.
 
     ``share``: the fraction of the model's d numbers that are sent. The number of sent numbers, k, is rounded up. Each
     sent number takes 32 bits, and ceil(log2 d) bits for its position.
@@ -93,7 +93,7 @@ class TopK(ErrorFeedback):
         return Size(k, num_bytes(k, bits_for(d)))
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
-        """Return the k numbers of largest absolute value and their positions, in the order of positions."""
+        """Return the k numbers of largest absolute value and their positions; the positions are in ascending order."""
         del coins
         flat = update.flat
         k = _count_of(self.share, len(flat))
@@ -115,8 +115,8 @@ class RandK(ErrorFeedback):
 
     ``share``: the fraction of the model's d numbers that are sent. The number of sent numbers, k, is rounded up.
     ``correction``: the correction for the numbers that are not sent. With "scale" the server multiplies the sent
-    numbers by d / k. Then the mean over random draws is the update, with a variance of d / k - 1 times the update's
-    squared norm. With "error-feedback" the compression error is added to the next round's update.
+    numbers by d / k. Then the expected result is the update, with a variance of d / k - 1 times the update's squared
+    norm. With "error-feedback" the compression error is added to the next round's update.
     """
 
     kind: Literal["rand-k"] = "rand-k"
@@ -139,7 +139,7 @@ class RandK(ErrorFeedback):
         return Size(_count_of(self.share, num_in(layout)))
 
     def pack(self, update: FlatParams, held: Payloads, coins: Coins) -> tuple[Packed, Payloads]:
-        """Return k packed numbers, and the client state: the new error. It is empty if ``correction`` is "scale"."""
+        """Return k packed numbers, and the client state: the new error, or nothing if ``correction`` is "scale"."""
         return super().pack(update, held, coins) if self.keeps_error else (self.encode(update, coins), {})
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
@@ -169,7 +169,7 @@ class SignSGD(ErrorFeedback):
         return Size(len(layout), num_bytes(num_in(layout), 1))
 
     def encode(self, update: FlatParams, coins: Coins) -> Packed:
-        """Return the mean absolute value of every tensor and the sign of every number; 0 counts as positive."""
+        """Return the mean absolute value of every tensor and the sign of every number; the sign of 0 is positive."""
         del coins
         scales = torch.stack([value.abs().sum() / max(1, value.numel()) for value in update.values()])
         return Packed.of(scales, pack((update.flat.numpy() >= 0).astype(np.int64), 1))
@@ -185,10 +185,11 @@ class SignSGD(ErrorFeedback):
 
 
 class PowerSGD(Settings):
-    """Sends two narrow matrices P and Q with ``rank`` columns for each weight matrix, and P Q' approximates it.
+    """Sends two narrow matrices P and Q for each weight matrix, which is approximated by P Q'.
 
-    ``rank``: the paper tries 1, 2 and 4. The weights of a convolution count as a matrix with a row for each output
-    channel. Vectors, and matrices for which two factors would not be smaller, are sent uncompressed.
+    ``rank``: the number of columns of P and Q; Vogels et al. 2019 try 1, 2 and 4. The weights of a convolution are a
+    matrix with a row for each output channel. Vectors are sent uncompressed, and also matrices that are not larger than
+    their factors P and Q together.
     """
 
     kind: Literal["powersgd"] = "powersgd"
@@ -268,8 +269,8 @@ def _corrected_by(held: Payloads, update: FlatParams) -> FlatParams:
 def _count_of(share: float, d: int) -> int:
     """Return ``share`` times ``d``, rounded up: at least 1.
 
-    The product uses the exact decimal value of ``share``. As floats, 0.07 times 100 is a little more than 7, and would
-    be rounded up to 8.
+    The product uses the exact decimal value of ``share``. In floats, 0.07 times 100 is slightly above 7, and would be
+    rounded up to 8.
     """
     return math.ceil(Fraction(str(share)) * d)
 

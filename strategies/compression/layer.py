@@ -30,7 +30,7 @@ HELD: Final = "held-back/"
 
 
 class Compression(Layer):
-    """The layer (code around the rounds) for compression. Its code on clients, ``ClientCompression``, does the work."""
+    """The layer (code around the rounds) for compression. ``ClientCompression``, its code on clients, compresses."""
 
     reserved: ClassVar[str] = HELD
 
@@ -100,7 +100,7 @@ class ClientCompression(ClientLayer):
 
 
 def check_compression(experiment: Choices) -> None:
-    """Raise ValueError if the compression of an experiment does not fit its algorithm or aggregator."""
+    """Raise ValueError if the experiment's algorithm or aggregator does not support its compression."""
     compress, algorithm = experiment.compress, experiment.algorithm
     kind, has_rounds = kind_of(compress), not path_in(type(algorithm), "procedure")
     if not has_rounds or isinstance(algorithm, Dealing) or (isinstance(algorithm, Central) and algorithm.is_central):
@@ -122,7 +122,7 @@ def check_compression(experiment: Choices) -> None:
         )
     rule = experiment.aggregator
     while isinstance(rule, Bucketing):
-        rule = rule.over  # the means of a few sparse updates are sparse, too
+        rule = rule.over  # the mean of a few sparse updates is sparse, too
     if isinstance(compress, TopK | RandK) and isinstance(rule, CoordinateMedian | TrimmedMean | Bulyan):
         raise ValueError(
             f"aggregator {kind_of(rule)} cannot run with compress {kind}: most clients leave out each "

@@ -1,12 +1,12 @@
 """QSGD quantization, and the packing of whole numbers into bytes with as few bits as possible.
 
 QSGD rounds numbers randomly to a few levels, without bias (Alistarh et al. 2017, section 3.1): Q(v)_j = sign(v_j) ||v||
-xi_j. Here xi_j is one of the two multiples of 1/s around |v_j| / ||v||, and s the number of levels above 0. Their
-probabilities are such that E[xi_j] = |v_j| / ||v||. Lemma 3.1: E[Q(v)] = v, and E||Q(v) - v||^2 <= min(d / s^2, sqrt(d)
-/ s) ||v||^2 for d numbers. As in section 4 of the paper, v is a bucket of neighbouring numbers of the update, not the
-whole update.
+xi_j. Here s is the number of levels above 0, and xi_j is one of the two multiples of 1/s around |v_j| / ||v||. It is
+chosen at random so that E[xi_j] = |v_j| / ||v||. Lemma 3.1 of the paper: E[Q(v)] = v, and E||Q(v) - v||^2 <= min(d /
+s^2, sqrt(d) / s) ||v||^2 for d numbers. As in section 4 of the paper, v is a bucket of neighbouring numbers of the
+update, not the whole update.
 
-Every list of numbers has exactly one packed form, in which unused bits are 0. All other bytes are refused.
+Every list of numbers has exactly one packed form, in which unused bits are 0. Any other form is refused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _WORD: Final = 64  # bits
 class QSGD(Settings):
     """Sends every number as one of a few levels, and the L2 norm of every bucket of ``bucket_size`` numbers.
 
-    ``levels``: the paper's s, the number of levels above 0; as many are below 0. 7 levels take 4 bits per number, 1
-    level takes 1.6 bits. ``bucket_size``: larger buckets mean fewer norms of 32 bits, but more variance.
+    ``levels``: the number s of levels above 0; the number of levels below 0 is equal. ``levels=7`` needs 4 bits per
+    number, ``levels=1`` needs 1.6 bits. ``bucket_size``: larger buckets mean fewer norms of 32 bits, but more variance.
     """
 
     kind: Literal["qsgd"] = "qsgd"
@@ -91,7 +91,7 @@ def bits_for(values: int) -> int:
 
 
 def num_bytes(count: int, bits: int) -> int:
-    """Return the number of bytes that hold ``count`` packed numbers of ``bits`` bits each."""
+    """Return the number of bytes that ``count`` packed numbers of ``bits`` bits each need."""
     return -(-count * bits // 8)
 
 
@@ -132,7 +132,7 @@ def num_digit_bytes(count: int, base: int) -> int:
 def pack_digits(digits: NDArray[np.int64], base: int) -> NDArray[np.uint8]:
     """Return the bytes of digits from 0 to ``base`` - 1, packed into words of 64 bits.
 
-    A digit with three values takes 1.6 bits instead of 2.
+    A digit with three possible values needs 1.6 bits instead of 2.
     """
     width = digits_in_word(base)
     columns = np.zeros((-(-len(digits) // width), width), np.uint64)
@@ -151,5 +151,5 @@ def unpack_digits(packed: NDArray[np.uint8], count: int, base: int) -> NDArray[n
         row[:] = left
     every = digits.T.ravel()
     if words.any() or every[count:].any():
-        raise Malformed(f"sent levels outside the {base} valid ones")
+        raise Malformed(f"sent a level that is not one of the {base} valid levels")
     return every[:count]

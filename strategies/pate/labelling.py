@@ -3,8 +3,8 @@
 The cost of each vote is charged to a privacy ledger before the vote's noise is drawn.
 
 LNMax: Papernot et al. 2017; GNMax and Confident-GNMax: Papernot et al. 2018, algorithm 1. Teachers vote, noise is added
-to the counts, and the class of the largest noisy count is the label. One record is in one teacher's shard, so it may
-change one vote in each query. Two counts then change by 1, and the largest count by at most 1.
+to the counts, and the class of the largest noisy count is the label. Each record is in one teacher's shard, so one
+record may change one vote in each query. Two counts then change by 1, and the largest count by at most 1.
 """
 
 import math
@@ -33,8 +33,8 @@ UNANSWERED: Final = -1
 
 COVERS: Final = (
     "Everything that is computed from the labels of the public pool, such as the student: whoever sees it learns "
-    "little more about any one private record than if that record had been another, or missing from its teacher's "
-    "shard (all other records staying where they are)."
+    "little more about any one private record than if that record were replaced by another, or removed from its "
+    "teacher's shard. All other records stay in their shards."
 )
 DOES_NOT_COVER: Final = (
     "The server, which sees the votes before noise; the teachers and the votes themselves. Data-dependent figures, "
@@ -126,9 +126,9 @@ class GNMax(_AnswersEveryQuery):
 class ConfidentGNMax(Settings):
     """GNMax for queries on which teachers agree: the largest count, with noise, must reach ``threshold`` votes.
 
-    ``sigma_threshold``: the standard deviation of the noise of that test, in votes; every query is charged for the
-    test. The test's noise is independent of the noise on the counts. ``sigma``: the standard deviation of the noise on
-    the counts of an answer, in votes.
+    ``sigma_threshold``: the standard deviation of the noise of that test, in votes. The cost of the test is charged for
+    every query. The test's noise is independent of the noise on the counts. ``sigma``: the standard deviation of the
+    noise on the counts of an answer, in votes.
     """
 
     kind: Literal["confident"] = "confident"
@@ -255,21 +255,21 @@ class Labelling(Settings):
             )
 
     def certain_queries(self, num_queries: int, num_asked: int) -> int:
-        """Return the number of queries whose cost ``planned`` contains. It does not depend on the votes."""
+        """Return the number of queries whose cost ``planned`` contains. This number does not depend on the votes."""
         return num_asked if self.mechanism.charges()[0] is None else num_queries
 
     def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:
-        """Return the privacy cost of labelling ``num_queries`` records, as {event: count}, without reading any vote.
+        """Return the privacy cost of labelling ``num_queries`` records, as {event: number}, without reading any vote.
 
-        If the mechanism answers every query, the votes do not change the number of queries within the budget. Then
-        the cost is that of the ``num_asked`` queries. If the mechanism leaves queries unanswered, this number depends
-        on the votes. Then the cost is that of all ``num_queries`` queries. A data-dependent budget stops the labelling
-        by votes without noise. No epsilon covers that, so an event without guarantee is added.
+        If the mechanism answers every query, the votes do not change the number of queries within the budget. Then the
+        cost is that of the ``num_asked`` queries. If the mechanism leaves queries unanswered, this number depends on
+        the votes. Then the cost is that of all ``num_queries`` queries. With a data-dependent budget, votes without
+        noise decide when labelling stops. No epsilon covers this decision, so an event without guarantee is added.
         """
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
         test, answer = self.mechanism.charges()
-        each = Counter([answer] if test is None else [test, answer])  # counts 2 if test and answer are equal
+        each = Counter([answer] if test is None else [test, answer])  # if test and answer are equal: {event: 2}
         times = self.certain_queries(num_queries, num_asked)
         planned = {event: number * times for event, number in each.items() if times}
         return planned if self.budget == "data-independent" else {**planned, dp_event.NonPrivateDpEvent(): 1}
@@ -300,8 +300,8 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
     the limit holds at all orders: all tests and answers have Gaussian noise, so their Renyi curves are multiples of
     each other. So the budget is always used up at the same order first. The final epsilon depends on the number of
     answered queries, and so on the votes. This epsilon may be reported, since the labels show which queries were
-    answered. But it is no guarantee. The guarantee is the budget or the cost of ``Labelling.planned``, whichever is
-    smaller.
+    answered. But this epsilon is not a guarantee. The guarantee is the budget or the cost of ``Labelling.planned``,
+    whichever is smaller.
     """
     from fl_sim.privacy.pate.labelling_cost import valid_counts  # noqa: PLC0415 (the accountants load slowly)
 

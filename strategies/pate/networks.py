@@ -78,8 +78,8 @@ class GaussianNoise(nn.Module):
 def start_from(model: nn.Module, records: torch.Tensor) -> None:
     """Initialise weight-normalised layers of a ``Sequential`` to outputs of mean 0 and std 1 on ``records``.
 
-    After this the lengths of weight vectors are fixed, except in the last layer, as in the program of Salimans et al.
-    2016.
+    After this call the lengths of weight vectors are fixed, except in the last layer, as in the program of Salimans et
+    al. 2016.
     """
     length = None
     with torch.no_grad():

@@ -4,7 +4,7 @@
 prediction is confident, the network learns this prediction on strongly augmented views. This module extends the paper's
 method in two ways. First, at one step early in training, labels with which the network disagrees are left out. (A
 network that has not yet memorised the labels disagrees with wrong labels.) Second, confident pseudo-labels from
-neighbours replace the network's own.
+neighbours replace the network's pseudo-labels.
 
 ``FeatureMatchingGan`` (PATE-G) trains the student as the discriminator of a semi-supervised GAN (Salimans et al. 2016,
 sections 3.1 and 5). A classifier's L logits also give the probability that a record is real: D(x) = Z / (Z + 1), where
@@ -14,9 +14,9 @@ data-dependent initialisation (Salimans and Kingma 2016, section 3) the noise be
 the signal.
 
 Neighbours: images are compared by their histograms of gradients (Dalal and Triggs 2005). The records that teachers
-label are chosen by greedy facility location (Wei, Iyer and Bilmes 2015): each new record is the one that resembles the
-largest number of records that no earlier record represents. Labels are propagated over the graph of nearest neighbours
-(Zhou et al. 2004). All of these steps read only public records and published labels, so they have no privacy cost.
+label are chosen by greedy facility location (Wei, Iyer and Bilmes 2015): each step chooses the record that resembles
+many records which no chosen record resembles yet. Labels are propagated over the graph of nearest neighbours (Zhou et
+al. 2004). All of these steps read only public records and published labels, so they have no privacy cost.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class FixMatch(Settings):
     ``unlabelled_ratio``: the number of unlabelled records per labelled record in a batch. ``neighbours``: if true,
     labels are propagated over a graph of similar records before training; a confident result is the record's
     pseudo-label in all steps. ``doubt_after``: a share of the steps. After this share, labels with which the network
-    disagrees are left out; 1 keeps all labels. ``averaging``: the decay of the moving average of the weights, which is
-    the returned model. ``steps``: the number of optimiser steps. ``batch_size``: the number of labelled records in a
-    step. ``learning_rate``: the learning rate of AdamW. ``weight_decay``: the weight decay of AdamW. ``augmentation``:
-    the random changes of the strong views.
+    disagrees are left out; 1 keeps all labels. ``averaging``: the decay of the moving average of the weights; this
+    average is the returned model. ``steps``: the number of optimiser steps. ``batch_size``: the number of labelled
+    records in a step. ``learning_rate``: the learning rate of AdamW. ``weight_decay``: the weight decay of AdamW.
+    ``augmentation``: the random changes of the strong views.
     """
 
     kind: Literal["fixmatch"] = "fixmatch"
@@ -190,9 +190,9 @@ class FeatureMatchingGan(Settings):
     """Trains classifier and generator by Adam, one step each in turn, as in Salimans et al. 2016.
 
     ``steps``: the number of training steps. ``learning_rate``: the learning rate of Adam; it falls to 0 over the second
-    half of the steps. ``batch_size``: the number of labelled records in a step; as many unlabelled and as many
-    generated records are added. ``averaging``: the decay of the moving average of the weights, which is the returned
-    model.
+    half of the steps. ``batch_size``: the number of labelled records in a step; equal numbers of unlabelled and of
+    generated records are added. ``averaging``: the decay of the moving average of the weights; this average is the
+    returned model.
     """
 
     kind: Literal["pate-g"] = "pate-g"

@@ -65,7 +65,7 @@ class Pate(Settings):
     these records are left out of the teachers' shards. ``student_seed``: the seed of the student's training only.
     Another value trains a new student on the same labels; None: the run's seed. ``publish_cost``: also publish a noisy
     bound on the data-dependent epsilon. ``keep_private``: write the votes and all values that are computed from them
-    into the run directory, which then must not be published.
+    into the run directory. This run directory must then not be published.
     """
 
     kind: Literal["pate"] = "pate"
@@ -98,9 +98,9 @@ class Pate(Settings):
         return self
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError for settings that PATE does not use, such as a sampler, and for a user's own partition.
+        """Raise ValueError for settings that PATE does not use, such as a sampler, and for a user-defined partition.
 
-        In a user's own partition one more record may change the shards of several teachers, so no epsilon is known.
+        In a user-defined partition one more record may change the shards of several teachers, so no epsilon is known.
         """
         for name, wanted in (
             ("aggregator", "mean"),
@@ -123,8 +123,8 @@ class Pate(Settings):
         if own is None or isinstance(self.labelling.mechanism, NoNoise):
             return
         raise ValueError(
-            f"algorithm pate cannot state an epsilon for partition {kind_of(own)}: in a partition of "
-            "your own, one record more may change the shards of several teachers; take one of "
+            f"algorithm pate cannot state an epsilon for partition {kind_of(own)}: in a user-defined "
+            "partition, one more record may change the shards of several teachers; take one of "
             f"{', '.join(kinds_of('partition'))}, or algorithm.labelling.mechanism=none"
         )
 
@@ -153,7 +153,7 @@ class Pate(Settings):
     def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
         """Return each teacher's shard (its private records), as indices into the training set.
 
-        Raises UserError if the pool holds private records and ``overlap`` does not drop them, or if a teacher has no
+        Raises UserError if the pool contains private records and ``overlap`` does not drop them, or if a teacher has no
         records.
         """
         public = self.public_split(dataset, seed)

@@ -53,7 +53,7 @@ class Watch(Protocol):
         ...
 
     def __call__(self, step: int, learning_rate: float, model: torch.nn.Module) -> None:
-        """Record a training step. ``step``: the number of steps so far. ``model``: the student after this step."""
+        """Report a training step. ``step``: the number of steps so far. ``model``: the student after this step."""
         ...
 
 
@@ -66,7 +66,7 @@ class Nobody:
         return 0
 
     def __call__(self, step: int, learning_rate: float, model: torch.nn.Module) -> None:
-        """Do nothing: the step is not recorded."""
+        """Do nothing: the training step is not reported."""
 
 
 nobody = Nobody()
@@ -264,7 +264,7 @@ def predict(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 class Batches:
-    """An endless sequence of batches of ``batch_size`` records, or of all if there are fewer.
+    """An endless sequence of batches of ``batch_size`` records, or of all records if there are fewer.
 
     Each pass contains every record once, in random order.
     """

@@ -324,5 +324,5 @@ def test_whatever_somebody_writes_into_an_envelope_does_not_open(place: int) -> 
     envelopes = Encryption.with_new_key()
     parts = list(envelopes.encrypt(b"secret"))
     parts[place] = [bytes(12), [40], np.zeros(len(parts[2]), np.uint8)][place]
-    with pytest.raises(RunError, match="changed on its way"):
+    with pytest.raises(RunError, match="changed in transit"):
         envelopes.decrypt(tuple(parts))

@@ -137,7 +137,7 @@ def test_features_of_images_keep_what_was_read_off_them(tmp_path, monkeypatch):
             (tmp_path / part / name / "notes.txt").write_text("")
     found = load(f"folder:{tmp_path}", features="scattering")
     assert found.read_off == (CLASSES_READ_OFF, SIZE_READ_OFF, COLOUR_READ_OFF)
-    assert found.counted == ("4 files that are no images by their names are left out",)
+    assert found.counted == ("4 files without an image suffix are not used",)
 
 
 @pytest.mark.parametrize("given", ["ill", "ill+ill", "ill+", "1", "1001", "ill,ill", "ill,"])

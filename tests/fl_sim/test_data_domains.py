@@ -180,7 +180,7 @@ def test_a_private_run_takes_public_sets_as_they_are_and_no_others(
     monkeypatch.delenv("FL_SIM_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     private = {"aggregator": {"kind": "global-dp", "noise_multiplier": 1.0}}
-    with pytest.raises(UserError, match=r"Its privacy ledger would not count .*: join public data sets only"):
+    with pytest.raises(UserError, match=r"This run's ledger would not include .*: join public data sets only"):
         job_of(made(data=both, **private))
     write_npz(tmp_path / "mnist.npz", shape=(28, 28))
     job = job_of(made(data="domains:digits+mnist", **private), tmp_path)  # without evaluate.test_is_public

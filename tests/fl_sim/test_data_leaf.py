@@ -102,7 +102,7 @@ def test_what_is_no_such_file_is_refused_in_one_line(tmp_path, train, message):
 def test_damaged_missing_and_huge_files_are_refused_by_name(tmp_path, monkeypatch):
     written(tmp_path, GOOD, GOOD)
     (tmp_path / "test/a.json").write_text('{"users": [')
-    with pytest.raises(UserError, match=r"test/a\.json is no readable JSON"):
+    with pytest.raises(UserError, match=r"test/a\.json cannot be read as JSON"):
         load(f"leaf:{tmp_path}")
     (tmp_path / "test/a.json").unlink()
     with pytest.raises(UserError, match=r"test holds no \*\.json; LEAF's files must be in"):
@@ -137,7 +137,8 @@ def test_another_alphabet_is_a_setting(tmp_path):
     assert (found.train.labels.tolist(), found.test.labels.tolist()) == ([4, 0, 7], [6])
     assert found.classes[6] == repr("\u00e9")
     assert "1 users have several spellings" in "; ".join(found.counted)
-    assert found.inferred[0] == "the 9 characters of data.alphabet are the classes, and the tokens from 1"
+    meaning = "each of the 9 characters of data.alphabet is a class and a token; tokens are numbered from 1"
+    assert found.inferred[0] == meaning
     with pytest.raises(UserError, match="names the character 'a' twice"):
         load(f"leaf:{folder}:alphabet=aba")
     numbers = written(tmp_path / "n", users({"a": ([[1], [2]], [0, 1])}), users({"a": ([[1]], [0])}))

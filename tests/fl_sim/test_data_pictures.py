@@ -30,7 +30,7 @@ def test_a_folder_of_images_numbers_its_classes_by_name(tmp_path):
     assert dataset.train.inputs[:, 0, 0, 0].tolist() == [10, 11, 200, 201]
     assert dataset.mean == dataset.std == (0.5,)
     assert (dataset.classes, dataset.note) == (("cat", "dog"), "")
-    assert dataset.counted == ("1 files that are no images by their names are left out",)
+    assert dataset.counted == ("1 files without an image suffix are not used",)
 
 
 def test_one_colour_image_makes_the_folder_colour(tmp_path):

@@ -228,7 +228,7 @@ def test_columns_of_dates_and_ids_are_left_out_and_said(tmp_path, cells, reason)
     assert f"left out: day ({reason})" in found.note
     assert ("day", f"left out: {reason}") in found.shown
     assert any(f"column 'day' is not used: it holds {reason}; confirm this by" in one for one in found.counted)
-    assert "the list of unused columns (public with data.drop=day)" in found.read_off
+    assert "the list of unused columns (set data.drop=day to make it public)" in found.read_off
     told = load(f"{as_parquet(tmp_path, day=cells, x=[1.5] * 300, label=LABELS)}:test=0.1:drop=day")
     assert told.train.inputs.tolist() == found.train.inputs.tolist()
     assert not told.counted

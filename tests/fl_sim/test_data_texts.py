@@ -42,7 +42,7 @@ def test_texts_are_bytes_with_named_labels_and_clients_and_other_columns_are_lef
     assert (len(found.train), len(found.test), found.input_shape) == (12, 4, (len(BAD),))
     assert np.bincount(found.test.groups).tolist() == [2, 2]
     assert dict(found.shown)["number"] == "left out: only the texts are records"
-    assert found.read_off[1:] == ("the length of the longest text (public with data.max_length=NUMBER)",)
+    assert found.read_off[1:] == ("the length of the longest text (set data.max_length=NUMBER to make it public)",)
     assert found.note == (
         "texts review: bytes of UTF-8, cut after 256 tokens; label mood: 2 classes; 2 clients by source; "
         "0.25 of every client's records are for testing, drawn by test_seed 0"
@@ -153,7 +153,7 @@ def test_numbers_that_are_names_stay_names_and_words_beside_few_numbers_too(tmp_
 @pytest.mark.parametrize(
     ("texts", "more", "message"),
     [
-        (["1", "2.5"], ":tokenizer=bytes", r"column 'review' holds numbers, and data\.tokenizer is for texts"),
+        (["1", "2.5"], ":tokenizer=bytes", r"column 'review' holds numbers, but data\.tokenizer is for texts"),
         ([GOOD, BAD], ":max_length=0", r"data\.max_length = '0': it must be a whole number of tokens, 1 to 100,000"),
         ([GOOD, BAD], ":tokenizer=byts", r"data\.tokenizer = 'byts' \(did you mean 'bytes'\?\): it must be characters"),
         ([GOOD, BAD], ":alphabet=abc", r"data\.alphabet is for data\.tokenizer=characters"),

@@ -47,9 +47,9 @@ class Foreign(nn.Module):
 @pytest.mark.parametrize(
     ("model", "match"),
     [
-        (Foreign(), "exits cannot be added to a Foreign: .*WithExits; take resnet"),
+        (Foreign(), "exits cannot be added to a Foreign: .*WithExits; use resnet"),
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), nn.Softmax(1)), "whose last layer is an nn.Linear"),
-        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "two blocks or more, .*take a deeper model"),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "two blocks or more, .*use a deeper model"),
     ],
 )
 def test_a_model_without_known_blocks_is_refused(model: nn.Module, match: str) -> None:

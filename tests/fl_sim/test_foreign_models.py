@@ -55,7 +55,7 @@ def test_batch_norm_of_foreign_models_has_the_rules_of_own_models() -> None:
         ("timm:test_vitt", CIFAR, r"timm has no classifier of this name; did you mean test_vit"),
         ("torchvision:resnet18", (14,), r"needs images, these records have shape \(14,\)"),
         ("timm:test_vit", (14,), "needs images"),
-        ("hf:no_such_package", (14,), r"no installed package with one; nothing is downloaded"),
+        ("hf:no_such_package", (14,), "package of this name contains config.json, and nothing is downloaded"),
         ("hf:bert-base-uncased", (14,), "nothing is downloaded"),
     ],
 )
@@ -76,7 +76,7 @@ def test_small_images_are_noted() -> None:
     for name in ("torchvision:resnet18", "timm:test_vit"):
         source = source_of(name)
         assert source is not None
-        assert "made for images of about 224x224 pixels and shrinks these of 32x32" in source.note(CIFAR, 0)
+        assert "made for images of about 224x224 pixels, and reduces images of 32x32" in source.note(CIFAR, 0)
         assert source.note((3, 224, 224), 0) == ""
 
 

@@ -284,8 +284,8 @@ class Halving(Averaging):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("algorithm", f"{HERE}:Pairing", "no settings can have: name 'Nobody' is not defined$"),
-        ("algorithm", f"{HERE}:Holding", "no settings can have: Unable to generate .* for <class '.*Thing'>$"),
+        ("algorithm", f"{HERE}:Pairing", "is not supported in settings: name 'Nobody' is not defined$"),
+        ("algorithm", f"{HERE}:Holding", "is not supported in settings: Unable to generate .* for <class '.*Thing'>$"),
         (
             "algorithm",
             f"{HERE}:Halving",

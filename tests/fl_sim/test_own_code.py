@@ -53,10 +53,10 @@ def test_a_module_in_the_current_folder_serves_and_hides_nothing_that_is_install
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("users_fine", "is no import path: write package.module:name, for example mine:model"),
-        (":build", "is no import path"),
-        ("users_fine:", "is no import path"),
-        ("..up:build", "is no import path"),
+        ("users_fine", "is not an import path: write package.module:name, for example mine:model"),
+        (":build", "is not an import path"),
+        ("users_fine:", "is not an import path"),
+        ("..up:build", "is not an import path"),
         ("users_fine.py:build", "there is no module 'users_fine.py', neither in the current folder"),
         ("users_nowhere:build", "there is no module 'users_nowhere', neither in the current folder"),
         ("users_fine:bild", r"module 'users_fine' \(.*users_fine.py\) has no 'bild'; did you mean 'build'\?"),

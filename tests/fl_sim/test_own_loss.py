@@ -90,7 +90,7 @@ def test_measures_are_over_all_predictions():
 )
 def test_what_changes_a_cross_entropy_is_refused(plan, settings, field):
     model = decoder()
-    with pytest.raises(UserError, match=f"Decoder has a loss of its own .loss_of., and {field} changes the cross-ent"):
+    with pytest.raises(UserError, match=f"Decoder computes its own loss .loss_of., and {field} changes the cross-ent"):
         train(model, task_for(model, settings), plan, TEXTS, LABELS, rng(0, "batches"))
     job = LocalJob(task_for(model, settings), plan, Records.of(TEXTS, LABELS), rng(0, "batches"))
     with pytest.raises(UserError, match=f"{field} changes the cross-entropy"):
@@ -101,7 +101,7 @@ def test_what_changes_a_cross_entropy_is_refused(plan, settings, field):
 def test_a_method_that_changes_a_cross_entropy_is_refused_before_any_round(tmp_path, algorithm, field):
     settings = {"data": play(tmp_path / "play", length=6), "model": "decoder", "partition": "natural", "clients": 3,
                 "algorithm": algorithm}  # fmt: skip
-    with pytest.raises(UserError, match=f"Decoder has a loss of its own .loss_of., and {field} changes the cross-ent"):
+    with pytest.raises(UserError, match=f"Decoder computes its own loss .loss_of., and {field} changes the cross-ent"):
         procedure_of(job_of(experiment_from(settings))).beginning()
 
 

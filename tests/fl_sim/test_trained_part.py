@@ -130,9 +130,10 @@ def test_the_setting_is_a_word_a_text_or_a_list_and_belongs_to_the_run() -> None
     assert named.as_written()["model"] == {"name": "mlp", "trainable": "3.weight,head"}
     assert experiment("mlp").as_written()["model"] == "mlp"
     assert named.chosen("model") != experiment("mlp").chosen("model")
-    with pytest.raises(UserError, match=r"model\.rank=4 is about adapters, and model\.trainable=head has none"):
+    words = r"model\.rank=4 is a setting of adapters, and model\.trainable=head adds no adapters"
+    with pytest.raises(UserError, match=words):
         experiment({"name": "mlp", "trainable": "head", "rank": 4})
-    with pytest.raises(UserError, match=r"model\.target_modules=query is about adapters"):
+    with pytest.raises(UserError, match=r"model\.target_modules=query is a setting of adapters"):
         experiment({"name": "mlp", "target_modules": "query"})
     assert experiment({"trainable": "lora", "target_modules": ["1", "3"]}).model.target_modules == "1,3"
     for wrong in ("", "head,", "a b"):

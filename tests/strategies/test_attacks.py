@@ -218,7 +218,7 @@ def test_a_tables_caption_names_the_attack_and_its_rows_tell_attacks_apart():
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"attack": "label-flip:10"}, "leaves nobody to attack: set attack.clients"),
+        ({"attack": "label-flip:10"}, "leaves no honest client: set attack.clients"),
         ({"attack": "sign-flip", "aggregator": "distributed-dp:8"}, "distributed-dp: it does not check"),
         ({"attack": "min-max", "aggregator": "global-dp"}, "no epsilon would hold .*aggregator.noise=seeded"),
         ({"attack": "mimic", "aggregator": "global-dp"}, "no epsilon would hold .*aggregator.noise=seeded"),
@@ -232,7 +232,7 @@ def test_a_tables_caption_names_the_attack_and_its_rows_tell_attacks_apart():
         ({"attack": {"kind": "sign-flip", "strength": 1e300}}, "attack.strength"),
         ({"attack": "alie", "algorithm": "pate"}, "cannot run with pate"),
         ({"attack": {"kind": "alie", "first_round": 21}}, "attack.first_round=21 is after the last of the 20 rounds"),
-        ({"attack": {"kind": "alie", "first_round": 9, "last_round": 8}}, "so no round is hostile: set attack.last"),
+        ({"attack": {"kind": "alie", "first_round": 9, "last_round": 8}}, "so no round has an attack: set attack.last"),
         ({"attack": {"kind": "semantic-backdoor", "source": 0}}, "attack.source=0 is attack.target"),
         ({"attack": "aliee"}, "did you mean 'alie'"),
         ({"attack": {"kind": "alie", "deviations": -1}}, "attack.deviations"),

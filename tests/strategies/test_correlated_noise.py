@@ -173,7 +173,7 @@ def test_a_turn_of_all_groups_is_one_charge(tmp_path) -> None:
     assert [charge.release for charge in rounds.ledger.charges] == ["rounds 1 to 3", "rounds 4 to 6", "rounds 7 to 9"]
     said = rounds.statement(8)
     assert said["steps_planned"] == 3
-    assert "A step is 3 rounds" in str(said["covers"])
+    assert "One step of this statement covers 3 rounds." in str(said["covers"])
 
 
 @pytest.mark.usefixtures("quick_accounting")

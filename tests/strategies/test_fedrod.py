@@ -141,7 +141,11 @@ def test_runs_end_in_the_bits_of_balanced_softmax_and_clients_predict_better(tmp
 
 
 @pytest.mark.parametrize(
-    ("local", "message"), [({"personal": "head"}, "leave local.personal out"), ({"optimizer": "adam"}, "steps of SGD")]
+    ("local", "message"),
+    [
+        ({"personal": "head"}, "leave local.personal out"),
+        ({"optimizer": "adam"}, "each local step is an SGD step of both heads"),
+    ],
 )
 def test_settings_that_do_not_fit_are_refused(local: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):

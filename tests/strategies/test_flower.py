@@ -289,7 +289,7 @@ def test_a_node_that_cannot_say_who_it_is_is_refused():
     ("says", "message"),
     [
         ([0, 1, 2, 2], "node 1000 says that it holds partition 2, as node 1001 does: give each supernode"),
-        ([0, 1, 2, 4], "node 1000 says that it holds partition 4: give each supernode a partition-id of its own"),
+        ([0, 1, 2, 4], "node 1000 says that it holds partition 4: give each supernode a different partition-id"),
         (
             [0, 1, 2, -1],
             "node 1000, asked for its partition, sent a partition's number that is not a whole number from 0 on",

@@ -102,8 +102,8 @@ def test_another_data_set_may_be_the_servers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"aggregator": "fltrust:0"}, "the server needs records of its own: give the number"),
-     ({"aggregator": "fltrust:none"}, "the server needs records of its own"),
+    [({"aggregator": "fltrust:0"}, "the server needs its own records: give the number"),
+     ({"aggregator": "fltrust:none"}, "the server needs its own records"),
      ({"aggregator": "fltrust:digits"}, "digits is what clients hold"),
      ({"aggregator": "fltrust:5000"}, "sets 5,000 training records aside, and digits has 1,437"),
      ({"local": {"privacy": {"kind": "dp-sgd", "epsilon": 8.0}}}, "promises privacy.*take another aggregator"),

@@ -314,7 +314,7 @@ def test_what_does_not_fit_is_refused(settings: dict[str, Any], said: str) -> No
 
 def test_no_aggregator_that_promises_privacy_is_beside_a_guided_sampler() -> None:
     chosen: Any = SimpleNamespace(clients=6, aggregator=GlobalDP(), local=SimpleNamespace(privacy=NoPreprocess()))
-    with pytest.raises(ValueError, match="oort cannot run with aggregator=global-dp: who takes part depends on"):
+    with pytest.raises(ValueError, match="oort cannot run with aggregator=global-dp: the cohort depends on"):
         Oort(cohort_size=2).check(chosen)
 
 

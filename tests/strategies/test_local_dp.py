@@ -160,7 +160,7 @@ def test_a_run_says_how_long_the_noise_in_the_mean_is(tmp_path: Path) -> None:
     said = " ".join(ran(tmp_path / "run")["warnings"])
     assert "each number of an update has noise of 3 clipping norms" in said
     length = 3.0 * (650 / 3) ** 0.5  # z sqrt(d / m): 650 numbers, 3 clients
-    assert f"The noise of the mean of 3 updates has the length of {length:.3g} clipping norms" in said
+    assert f"The noise of the mean of 3 updates has a norm of {length:.3g} clipping norms" in said
 
 
 @pytest.mark.parametrize(

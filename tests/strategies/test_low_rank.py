@@ -349,12 +349,12 @@ def test_parameters_beside_adapters_are_averaged_as_ever(tmp_path: Path) -> None
     ("settings", "message"),
     [
         (["algorithm=flora", "model.trainable=head"], r"algorithm flora is for adapters, and model.trainable=head"),
-        (["algorithm=flora", "aggregator=global-dp"], r"flora adds products of two factors, .*take ffa-lora"),
+        (["algorithm=flora", "aggregator=global-dp"], r"flora averages products of two factors, .*take ffa-lora"),
         (["algorithm=flexlora", "compress=top-k:0.1"], r"leave compress out"),
         (["algorithm=flexlora", "algorithm.ranks=2,9"], r"ranks has 9, and the server's adapters .*set model.rank=9"),
         (["algorithm=flexlora", "algorithm.ranks=2", "local.personal=head"], r"one size.*leave local.personal out, or"),
-        (["algorithm=rolora", "aggregator=global-dp"], r"rolora sends other parameters in odd rounds .*aggregator"),
-        (["algorithm=rolora", "compress=qsgd:3"], r"rolora sends other parameters .*leave compress out"),
+        (["algorithm=rolora", "aggregator=global-dp"], r"rolora sends factors B in odd rounds .*aggregator"),
+        (["algorithm=rolora", "compress=qsgd:3"], r"rolora sends factors B .*leave compress out"),
         (["algorithm=flora", f"model={__name__}:full_rank"], r"flora adds adapters to weights W, .*has no parameter"),
     ],
 )  # fmt: skip

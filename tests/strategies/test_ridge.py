@@ -99,6 +99,6 @@ def test_what_does_not_fit_is_refused_in_words(settings: dict[str, Any], why: st
 def test_too_many_features_are_refused() -> None:
     with pytest.raises(UserError, match="more than 256: take a model with fewer units"):
         AFL().check_head(9000, 10)
-    with pytest.raises(UserError, match=r"epsilon=1e-09 affords no sums"):
+    with pytest.raises(UserError, match=r"epsilon=1e-09 is too small to send sums"):
         AFL(epsilon=1e-9).check_head(500, 10)
     assert isinstance(AFL(), Ridge)

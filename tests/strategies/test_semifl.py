@@ -148,17 +148,17 @@ def test_a_step_lowers_the_cross_entropy_of_confident_pseudo_labels_and_of_mixtu
      ({"local": {"privacy": {"kind": "dp-sgd", "epsilon": 8.0}},
        "algorithm": {"kind": "semifl", "server_records": 0, "labelled_clients": 2}},
       "dp-sgd does not hide whether a client has confident records"),
-     ({"server": "fedbuff", "devices": "constant"}, "fedbuff has no rounds, after which"),
+     ({"server": "fedbuff", "devices": "constant"}, "after each round, but server fedbuff has no rounds"),
      ({"local": {"optimizer": "adam"}}, "its local steps are steps of SGD"),
      ({"local": {"personal": "head"}}, "pseudo-labels need the whole received model: leave local.personal out"),
      ({"local": {"batch_norm": "average"}}, "running statistics: leave local.batch_norm out"),
      ({"evaluate": {"clients": "class-shares"}}, "leave evaluate.clients out"),
-     ({"evaluate": {"validation": 0.1}}, "validation=0.1 holds out labelled records"),
+     ({"evaluate": {"validation": 0.1}}, "validation=0.1 needs labelled records on every client"),
      ({"sampler": "power-of-choice:2"}, "needs losses, which need labels"),
      ({"attack": "label-flip:1"}, "label-flip changes labels"),
      ({"attack": "backdoor:1"}, "backdoor changes labels"),
-     ({"calibrate": "ccvr"}, "ccvr reads the labels"),
-     ({"preprocess": "da-fl"}, "da-fl reads the labels")],
+     ({"calibrate": "ccvr"}, "ccvr needs the labels of all clients"),
+     ({"preprocess": "da-fl"}, "da-fl needs the labels of all clients")],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_words(settings: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):

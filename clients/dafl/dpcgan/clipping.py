@@ -131,7 +131,7 @@ def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_Li
 class _LinearGradients:
     """The float64 gradients of one linear layer for every pair of all clients.
 
-    ``entered``: the layer's input rows of each client. ``errors``: the derivatives of the loss with respect to the
+    ``entered``: the input rows of each client's layer. ``errors``: the derivatives of the loss with respect to the
     layer's outputs; the rows of all clients are concatenated.
     """
 
@@ -214,7 +214,7 @@ class _ConvolutionGradients:
         self.e = error.flatten(2)  # e: (2 pairs, outputs, positions); a: (2 pairs, inputs, positions)
         self.bias = torch.add(*_halves(self.e.sum(2))).double() if layer.bias is not None else None
         (_, num_inputs, positions), num_outputs = self.a.shape, self.e.shape[1]
-        # Norms and sums use scalar products of all rows, or each pair's float32 gradient if that is faster.
+        # ``each``: every pair's gradient, if this is faster than scalar products of rows; otherwise None.
         self.each = None
         if 2 * positions * (num_inputs + num_outputs) > num_inputs * num_outputs:
             (real, fake), (real_e, fake_e) = _halves(self.a), _halves(self.e)

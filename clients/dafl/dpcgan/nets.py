@@ -197,7 +197,7 @@ def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widt
 
 
 def _first_layer(num_inputs: int, num_classes: int, width: int, *, bias: bool = True) -> nn.Linear:
-    """Return a linear layer for inputs from ``gated``. Its initial weights are those of one layer per class."""
+    """Return a linear layer for inputs from ``gated``. The initial weights treat each class as a separate layer."""
     layer = nn.Linear((num_inputs + 1) * num_classes if num_classes else num_inputs, width, bias=bias)
     nn.init.uniform_(layer.weight, -(num_inputs**-0.5), num_inputs**-0.5)
     return layer

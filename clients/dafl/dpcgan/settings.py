@@ -43,24 +43,24 @@ class DpCgan(Settings):
     """The DP conditional GAN, with a discriminator D and a generator G.
 
     The defaults were chosen for ten one-class clients of MNIST at epsilon 10 and one CPU thread. The criterion was the
-    accuracy of a classifier that is trained on the synthetic records. It was measured on the last sixth of the training
-    records.
+    accuracy of a classifier that is trained on the synthetic records. The accuracy was measured on the last sixth of
+    the training records.
 
     ``gradients``: "own" is fl-sim's code; "opacus" uses Opacus' hooks, clipping and accountant, with noise from the
-    same secret source. The private gradients of both are equal up to rounding, but Opacus takes several times as long.
-    ``networks``: "small" perceptrons, or the convolutions of the "paper" (a step takes many times as long).
-    ``discriminator_steps``: the number of D's steps, each with a privacy cost; 300 are enough for 8x8 digits.
-    ``batch_size``: the expected number of records in a D step; a client with at most this number of records uses all
-    records in every step. ``ratio``: the number of D's steps for each step of G. ``generator_batch_size``: the number
-    of fakes in a step of G. ``clipping_norm``: C, the norm to which the gradient of each pair of a record and a fake is
-    clipped. ``averaging``: the decay of the moving average of G's weights; the averaged G makes the synthetic records.
-    ``snapshots``: the number of times during training at which a part of the synthetic records is drawn. At any one
-    time, G makes only a few kinds of records (mode collapse), and these kinds change during training (as in herding,
-    Welling 2009). ``latent_dim``: the length of G's latent vectors. ``resolution``: the largest side, in pixels, of the
-    images that D sees, for the small networks only. ``discriminator_width``: the width of D's hidden layers, for the
-    small networks only. ``generator_width``: the width of G's hidden layers, for the small networks only.
-    ``discriminator_learning_rate``: the learning rate of Adam for D. ``generator_learning_rate``: the learning rate of
-    Adam for G.
+    same secret source. The private gradients of "own" and "opacus" are equal up to rounding, but Opacus takes several
+    times as long. ``networks``: "small" for perceptrons, or "paper" for the paper's convolutions, whose steps take many
+    times as long. ``discriminator_steps``: the number of D's steps, each with a privacy cost; 300 are enough for 8x8
+    digits. ``batch_size``: the expected number of records in a D step; a client with at most this number of records
+    uses all records in every step. ``ratio``: the number of D's steps for each step of G. ``generator_batch_size``: the
+    number of fakes in a step of G. ``clipping_norm``: C, the norm to which the gradient of each pair of a record and a
+    fake is clipped. ``averaging``: the decay of the moving average of G's weights; the averaged G makes the synthetic
+    records. ``snapshots``: the number of times during training at which a part of the synthetic records is drawn. At
+    any one time, G makes only a few kinds of records (mode collapse), and these kinds change during training (as in
+    herding, Welling 2009). ``latent_dim``: the length of G's latent vectors. ``resolution``: the largest side, in
+    pixels, of the images that D sees, for the small networks only. ``discriminator_width``: the width of D's hidden
+    layers, for the small networks only. ``generator_width``: the width of G's hidden layers, for the small networks
+    only. ``discriminator_learning_rate``: the learning rate of Adam for D. ``generator_learning_rate``: the learning
+    rate of Adam for G.
     """
 
     kind: Literal["dp-cgan"] = "dp-cgan"
@@ -91,7 +91,7 @@ class DpCgan(Settings):
         """Return the privacy cost of ``discriminator_steps`` steps with the least noise that (epsilon, delta) allows.
 
         No synthetic records are made if the noise of a step would hide the records; the bill's ``refused`` is the
-        reason. This is the case if z > q n, with the noise multiplier z, the sampling probability q and the number of
+        reason. The condition is z > q n, with the noise multiplier z, the sampling probability q and the number of
         records n. Then the noise on a single parameter exceeds the largest norm of the summed gradients of an expected
         batch.
         """
@@ -110,8 +110,8 @@ class DpCgan(Settings):
         refused = ""
         if noise > rate * num_records:
             refused = (
-                f"{num_records} records are too few for epsilon {epsilon:g}: the noise of a step, {noise:.3g} clipping "
-                f"norms in every parameter, exceeds the sum of {rate * num_records:.3g} expected gradients"
+                f"{num_records} records are too few for epsilon {epsilon:g}: in a step, the noise on every parameter "
+                f"({noise:.3g} clipping norms) exceeds the sum of the expected {rate * num_records:.3g} gradients"
             )
         event = amplify_poisson(dp_event.GaussianDpEvent(noise), sampling_rate=rate)
         return GeneratorBill(event, self.discriminator_steps, noise, rate, refused)

@@ -43,7 +43,7 @@ _ALIGNMENT: Final = 64  # each network's weights begin at a multiple of this num
 _WARM_UP: Final = 0.2  # the fraction of the training before the first synthetic records are drawn
 _ROUNDING: Final = 1e-9
 _GENERATOR_STEPS_AHEAD: Final = 50
-# random numbers are drawn for this number of steps at once: they fit into the processor's cache
+# the number of steps for which random numbers are drawn at once; so few numbers fit into the processor's cache
 _DISCRIMINATOR_STEPS_AHEAD: Final = 16
 
 

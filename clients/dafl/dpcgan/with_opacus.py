@@ -111,4 +111,4 @@ class OpacusGradients:
     def check(self) -> None:
         """Raise AssertionError if noise, sampling rate or steps in Opacus' accountant differ from those in the bill."""
         billed = [(self.bill.noise_multiplier, self.bill.sampling_rate, self.bill.steps)]
-        assert self.accountant.history == billed, "Opacus has counted other releases than were charged"
+        assert self.accountant.history == billed, "the releases in Opacus' accountant differ from the charged releases"

@@ -47,7 +47,7 @@ _Noise = Annotated[
 _Delta = Annotated[float, typer.Option(help="The delta: well below 1 / number of protected units.")]
 _Epsilon = Annotated[float | None, typer.Option(help="Largest allowed epsilon; if left out, the epsilon is computed.")]
 _Accountant = Annotated[
-    Literal["rdp", "pld"], typer.Option(help="The accountant that the plan uses; the epsilons of both are shown.")
+    Literal["rdp", "pld"], typer.Option(help="The accountant of the plan; the epsilons of both accountants are shown.")
 ]
 _Plot = Annotated[Path | None, typer.Option(help="Draw epsilon over steps into this file.", metavar="FILE.png")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -86,10 +86,10 @@ def global_dp(  # noqa: PLR0913 (one parameter per option)
         ),
     ] = False,
     count_noise: Annotated[
-        float | None, typer.Option(help="Noise multiplier of this count; by default it is computed.", min=1e-3, max=1e6)
+        float | None, typer.Option(help="Noise multiplier of the noisy count; computed if left out.", min=1e-3, max=1e6)
     ] = None,
     start_noise: Annotated[
-        float | None, typer.Option(help="Private start: the noise multiplier of its sums.", min=1e-3)
+        float | None, typer.Option(help="Noise multiplier of the sums of a private start.", min=1e-3)
     ] = None,
     plot: _Plot = None,
     json_output: _Json = False,
@@ -158,7 +158,7 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
             raise UserError(f"a batch of {batch_size} does not fit {records} records: choose 1 to {records}")
         sampling_rate = batch_size / records
     if sampling_rate is None:
-        raise UserError("how are records sampled? Give --records and --batch-size, or --sampling-rate")
+        raise UserError("the sampling of records is not given: give --records and --batch-size, or --sampling-rate")
     sampling = _sampling("record", sampling_rate, None, records)
     _plan(sampling, noise_multiplier, steps, delta, epsilon, accountant, plot=plot, json_output=json_output)
 
@@ -217,7 +217,7 @@ def distributed_dp(  # noqa: PLR0913 (one parameter per option)
         Literal["skellam", "discrete-gaussian"], typer.Option(help="Distribution of a client's noise.")
     ] = "skellam",
     bits: Annotated[int, typer.Option(help="Bits of each sent number.", min=8, max=20)] = 16,
-    headroom: Annotated[float, typer.Option(help="Half of 2^bits, in standard deviations of a sum.", min=1)] = 4.0,
+    headroom: Annotated[float, typer.Option(help="2^bits / 2, in standard deviations of a sum.", min=1)] = 4.0,
     dropped: Annotated[
         int, typer.Option(help="Also compute the epsilon if this number of clients drops out in each round.")
     ] = 0,
@@ -259,7 +259,7 @@ def plan_selection(  # noqa: PLR0913 (one parameter per option)
         Literal["negative-binomial", "poisson"], typer.Option(help="Distribution of the number of runs.")
     ] = "negative-binomial",
     eta: Annotated[
-        float | None, typer.Option(help="negative-binomial: shape above -1; 1 (default): geometric, 0: logarithmic.")
+        float | None, typer.Option(help="Shape of negative-binomial, above -1; 1 (default): geometric, 0: logarithmic.")
     ] = None,
     json_output: _Json = False,
 ) -> None:
@@ -403,7 +403,7 @@ def run_audit(
         float, typer.Option(help="Noise multiplier whose claimed privacy is tested.", min=0.1)
     ] = 1.0,
     runs: Annotated[
-        int, typer.Option(help="Simulated rounds with the audited client, and as many without it.", min=100)
+        int, typer.Option(help="Number of simulated rounds with the audited client, and also without it.", min=100)
     ] = 4000,
     seed: Annotated[
         int | None, typer.Option(help="Makes the noise repeatable; without a seed every audit has fresh noise.")
@@ -502,7 +502,7 @@ def _label_costs(
 ) -> dict[str, Any]:
     """Return the privacy cost of DA-FL's label selection, and a probability distribution for one class, as JSON values.
 
-    The distribution is that of the noisy number of synthetic records of the class. The result also has the mean and the
+    The distribution is for the noisy number of synthetic records of the class. The result also has the mean and the
     standard deviation of this number.
     """
     if records < 0:

@@ -72,8 +72,9 @@ def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, onl
     """Audit the real aggregator with ``noise_multiplier``, and its variants with planted faults.
 
     The audit compares many runs with the audited client and many runs without it. A faulty variant is tested against
-    the guarantee that the real mechanism claims. ``num_runs``: the number of runs with the audited client, and also of
-    runs without it. ``only``: the name of the only mechanism to audit; None audits all mechanisms.
+    the guarantee that the real mechanism claims. ``num_runs``: the number of runs with the audited client, which is
+    also the number of runs without this client. ``only``: the name of the only mechanism to audit; None audits all
+    mechanisms.
     """
     claimed = delta_profile([dp_event.GaussianDpEvent(noise_multiplier)], EPSILONS)
     expected = {0: np.zeros(_DIMENSION), 1: np.full(_DIMENSION, CLIPPING_NORM / _DIMENSION**0.5)}

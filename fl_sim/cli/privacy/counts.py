@@ -23,8 +23,9 @@ class CountsRequest:
     """The quantities of a plan for noisy counts, as in runs with ``evaluate.clients=own`` (``clients.noisy_counts``).
 
     ``std``: the standard deviation of the noise on a count. ``times``: the number of counts of a client. ``target``:
-    the largest allowed epsilon of a test record. At most one of the three may be None. ``num_records``: the number of
-    test records of a client, for the error of its accuracy; None if it is unknown.
+    the largest allowed epsilon of a test record. At most one of ``std``, ``times`` and ``target`` may be None.
+    ``num_records``: the number of test records of a client, for the error of the client's measured accuracy; None if it
+    is unknown.
     """
 
     std: float | None
@@ -75,7 +76,7 @@ def in_words(plan: dict[str, Any]) -> str:
     if plan["records"] is not None:
         error = 100 * plan["std_of_accuracy"]
         lines.append(f"a client's error  {error:.3g} points of accuracy with {plan['records']} test records")
-    lines.append("use in a run      evaluate.clients=own with local.privacy=dp-sgd; evaluate.count_noise is the noise")
+    lines.append("use in a run      local.privacy=dp-sgd evaluate.clients=own, and the noise as evaluate.count_noise")
     return "\n".join(lines)
 
 

@@ -70,7 +70,7 @@ def in_words(plan: dict[str, Any]) -> str:
         f"epsilon           {epsilon_in_words(plan['epsilon'])}, by RDP, at delta {plan['delta']:g}",
         f"noise multiplier  {plan['noise_multiplier']:.6g}  (noise on the sum / clipping norm of one client)",
         f"rounds            {plan['rounds']}",
-        f"unit              client, {plan['adjacency']}; the server is not trusted, secure aggregation is",
+        f"unit              client, {plan['adjacency']}; trusted: secure aggregation; not trusted: the server",
         f"a client's noise  {plan['mechanism']}, standard deviation {plan['std_of_share']:.4g} grid steps",
         f"a grid step       {plan['grid_step']:.3g} clipping norms",
         f"a message         {plan['numbers']:,} numbers of {plan['bits']} bits, {plan['bytes']:,} bytes",

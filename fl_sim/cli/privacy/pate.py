@@ -62,7 +62,7 @@ class LabellingRequest:
         for name, value in given.items():
             if (value is None) == (name in needed):
                 state = "missing" if value is None else "not allowed"
-                raise UserError(f"mechanism {self.mechanism} takes {' and '.join(needed)}, and {name} is {state}")
+                raise UserError(f"mechanism {self.mechanism} needs {' and '.join(needed)}: {name} is {state}")
             if value is not None and not (0 < value < math.inf or (name == "--threshold" and value == 0)):
                 raise UserError(f"{name} {value} gives no guarantee: choose a positive number")
         if self.gamma is not None:
@@ -173,9 +173,9 @@ def in_words(bill: dict[str, Any]) -> str:
         )
     if bill["release"] is not None:
         facts["released"] = (
-            f"epsilon {bill['release']['epsilon']:.4f} at delta {delta:g}: labels and this number together, for these "
-            f"votes; may be published (too low with probability {bill['release']['failure']:g}). Each call is one more "
-            "release"
+            f"epsilon {bill['release']['epsilon']:.4f} at delta {delta:g} for the labels and this epsilon together, "
+            f"with these votes; it may be published (with probability {bill['release']['failure']:g} it is too low). "
+            "Each call is a further release with its own cost"
         )
     return "\n".join(f"{name:18}{text}" for name, text in facts.items())
 
@@ -213,9 +213,9 @@ def _as_published(
     """
     orders = np.array(ORDERS)
     dependent, independent = found.dependent.curve, found.independent.curve
-    bounds = "2018: theorem 6, classic conversion of Renyi divergence"
+    bounds = "Papernot et al. 2018: theorem 6, classic conversion from RDP"
     if request.gamma is not None:
-        orders, bounds = _MOMENTS_2017, "2017: theorem 3 where it holds, 8 moments, classic conversion"
+        orders, bounds = _MOMENTS_2017, "Papernot et al. 2017: theorem 3 if it holds, moments 1 to 8"
         each = labelling_cost.independent_2017(request.gamma, orders)
         theorem = labelling_cost.theorem_3(labelling_cost.LNMaxCost(request.gamma).log_q(counts), request.gamma, orders)
         dependent, independent = np.minimum(theorem, each).sum(axis=0), len(counts) * each
@@ -234,5 +234,6 @@ def _mechanism_in_words(bill: dict[str, Any]) -> str:
     if bill["mechanism"] == "gnmax":
         return f"gnmax, {noise}"
     return (
-        f"confident gnmax, {noise} where the top count with {bill['sigma_threshold']:g} reaches {bill['threshold']:g}"
+        f"confident gnmax, {noise}, for queries whose largest vote count plus noise (standard deviation "
+        f"{bill['sigma_threshold']:g}) reaches {bill['threshold']:g}"
     )

@@ -187,10 +187,11 @@ def in_words(plan: dict[str, Any]) -> str:
     if plan["unit"] == "record":
         lines.append(f"use in a run      {IN_RUNS}")
     if plan["delta_at_target"] is not None:
-        lines.append(f"delta at {plan['target_epsilon']:<9g}{plan['delta_at_target']:.4g}  (of the same steps, by PLD)")
+        at_target = f"{plan['target_epsilon']:<9g}{plan['delta_at_target']:.4g}"
+        lines.append(f"delta at {at_target}  (the delta of these steps at this epsilon, by PLD)")
     lines += [f"{label:18}{sentence}" for label, sentence in plan["further"].items()]
     if plan["mu"] is not None:
-        lines.append(f"Gaussian DP       mu {rounded_up(plan['mu'])}, exactly: steps without sampling")
+        lines.append(f"Gaussian DP       mu {rounded_up(plan['mu'])} (exact, because no step samples units)")
     if plan["steps_that_fit"] is not None:
         lines.append(f"steps that fit    {plan['steps_that_fit']} within epsilon {plan['target_epsilon']:g}")
     return "\n".join(lines)

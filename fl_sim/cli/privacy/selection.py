@@ -29,7 +29,7 @@ class SelectionRequest:
 
     ``rate``: the sampling rate, in (0, 1]. ``noise``: the noise multiplier, or None. ``target``: the largest allowed
     epsilon of the whole selection, or None. Exactly one of ``noise`` and ``target`` must be given. ``trials``: the
-    random number of runs.
+    distribution of the random number of runs.
     """
 
     rate: float
@@ -45,7 +45,7 @@ class SelectionRequest:
 
 
 def trials_of(distribution: TrialsKind, mean: float, eta: float | None) -> Trials:
-    """Return the random number of trials. Raises UserError if ``eta`` is given for the Poisson distribution."""
+    """Return the distribution of the trials. Raises UserError if ``eta`` is given for the Poisson distribution."""
     if distribution == "negative-binomial":
         return NegativeBinomialTrials(mean, 1.0 if eta is None else eta)
     if eta is not None:
@@ -79,7 +79,7 @@ def answer(request: SelectionRequest) -> dict[str, Any]:
 
 def in_words(plan: dict[str, Any]) -> str:
     """Format ``plan``, a result of the function ``answer``, as lines of text."""
-    law = "Poisson; without a trial, a result that needs no data is published"
+    law = "Poisson; if the number of trials is 0, a result that uses no data is published"
     if plan["eta"] is not None:
         law = f"truncated negative binomial, eta {plan['eta']:g}, gamma {plan['gamma']:.6g}"
     number, most = math.ceil(plan["trials"]), plan["trials_at_99_percent"]
@@ -93,9 +93,9 @@ def in_words(plan: dict[str, Any]) -> str:
         f"one run           {plan['steps']} steps, sampling rate {plan['sampling_rate']:g}",
         f"trials            {plan['trials']:g} on average, at most {most} with probability {_SHARE:g}",
         f"distribution      {law}",
-        "conditions        the number of trials is drawn anew and stays secret; each trial draws its settings at",
-        "                  random from a fixed list; only the best result is published; its score is private, or",
-        "                  uses public records only",
+        "conditions        the number of trials is drawn at random for each selection and stays secret; each trial",
+        "                  draws its settings at random from a fixed list; only the best result is published; its",
+        "                  score is private, or uses public records only",
     ])  # fmt: skip
 
 

@@ -144,9 +144,9 @@ class LNMaxCost(AnswerCost):
         """Return an upper bound on the Renyi curve of one query, for any votes.
 
         The label is computed from the noisy counts. A changed record changes two of the counts by 1. So the curve is at
-        most the sum of the curves of two Laplace mechanisms (Mironov 2017, proposition 6). The epsilon of each of the
-        two is gamma, the inverse of the noise scale. This bound is lower than any bound that uses only the epsilon of 2
-        gamma.
+        most the sum of the curves of two Laplace mechanisms (Mironov 2017, proposition 6). Each of these mechanisms has
+        the epsilon gamma, the inverse of the noise scale. This bound is lower than any bound that uses only the epsilon
+        of 2 gamma.
         """
         return np.maximum(2 * laplace_curve(self.gamma, orders), 0.0)
 
@@ -155,7 +155,7 @@ class LNMaxCost(AnswerCost):
         return (dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2),)
 
     def log_q(self, counts: Counts) -> Floats:
-        """Return ln(q) of each query: the union bound in lemma 4 of the 2017 paper, at most ln(1 - 1/classes)."""
+        """Return ln(q) of each query: the union bound in lemma 4 of Papernot et al. 2017, at most ln(1 - 1/classes)."""
         gaps = self.gamma * _gaps_to_the_top(counts)
         with np.errstate(invalid="ignore"):
             terms = np.where(np.isinf(gaps), -np.inf, _log_beaten(gaps))
@@ -170,7 +170,10 @@ class LNMaxCost(AnswerCost):
         return _capped(np.log(num_classes - 1) + np.where(gaps < 0, np.log1p(-np.exp(tail)), tail), num_classes)
 
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the Renyi curve of each query: at each order, the smaller bound of theorem 3 and ``worst_case``."""
+        """Return the Renyi curve of each query: at each order, the smaller of two bounds.
+
+        The bounds are theorem 3 of Papernot et al. 2017, and ``worst_case``.
+        """
         return np.minimum(theorem_3(log_q, self.gamma, orders), self.worst_case(orders))
 
 
@@ -184,7 +187,10 @@ class GNMaxCost(AnswerCost):
     sigma: float
 
     def worst_case(self, orders: Floats) -> Floats:
-        """Return an upper bound on the Renyi curve of one query, for any votes: proposition 8 of the 2018 paper."""
+        """Return an upper bound on the Renyi curve of one query, for any votes.
+
+        The bound is proposition 8 of Papernot et al. 2018.
+        """
         return orders / self.sigma**2
 
     def events(self) -> tuple[dp_event.DpEvent, ...]:
@@ -192,7 +198,7 @@ class GNMaxCost(AnswerCost):
         return (dp_event.GaussianDpEvent(self.sigma / math.sqrt(2)),)
 
     def log_q(self, counts: Counts) -> Floats:
-        """Return ln(q) of each query: the bound in proposition 7 of the 2018 paper, at most ln(1 - 1/classes)."""
+        """Return ln(q) of each query: the bound in proposition 7 of Papernot et al. 2018, at most ln(1 - 1/classes)."""
         gaps = _gaps_to_the_top(counts)
         return _capped(logsumexp(log_ndtr(-gaps / (np.sqrt(2) * self.sigma)), axis=1), counts.shape[1])
 
@@ -205,7 +211,10 @@ class GNMaxCost(AnswerCost):
         return _capped(np.log(num_classes - 1) + log_beaten, num_classes)
 
     def divergence(self, log_q: Floats, orders: Floats) -> Floats:
-        """Return the Renyi curve of each query: at each order, the smaller bound of theorem 6 and ``worst_case``."""
+        """Return the Renyi curve of each query: at each order, the smaller of two bounds.
+
+        The bounds are theorem 6 of Papernot et al. 2018, and ``worst_case``.
+        """
         return np.minimum(theorem_6(log_q, self.sigma, orders), self.worst_case(orders))
 
 
@@ -215,7 +224,7 @@ class ConfidentCost(Cost):
 
     The test adds Gaussian noise with standard deviation ``sigma_threshold`` to the largest count. A query passes if the
     noisy count reaches ``threshold``. The result of the test is published. One record changes the largest count by at
-    most 1. Every query pays for its test, also without an answer. ``sigma``: the noise of GNMax.
+    most 1. Every query has the cost of its test, even if it gets no answer. ``sigma``: the noise of GNMax.
     """
 
     threshold: float
@@ -249,7 +258,7 @@ class ConfidentCost(Cost):
         return np.exp(np.asarray(log_ndtr(distance), dtype=np.float64))
 
     def test_curves(self, counts: Counts, orders: Floats) -> Floats:
-        """Return the data-dependent Renyi curve of each query's test, by theorem 6.
+        """Return the data-dependent Renyi curve of each query's test, by theorem 6 of Papernot et al. 2018.
 
         The test has two outcomes. q is the probability of the less likely outcome.
         """
@@ -259,7 +268,7 @@ class ConfidentCost(Cost):
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
         """Return (data-dependent, data-independent) Renyi curves of tests and answers.
 
-        Each query pays for its test, and an answered query pays for its answer, too.
+        Each query has the cost of its test. An answered query has the cost of its answer, too.
         """
         dependent = self.test_curves(counts, orders) + answered[:, None] * self.answer.dependent(counts, orders)
         independent = answered[:, None] * self.answer.worst_case(orders)
@@ -334,7 +343,7 @@ def analyse(counts: Counts, cost: Cost, delta: float, *, answered: NDArray[np.bo
 def queries_within(cost: Cost, queries: int, delta: float, target: float) -> int:
     """Return the largest number of queries, up to ``queries``, that cost at most epsilon ``target`` at ``delta``.
 
-    The cost of a query is its upper bound for any votes, as if every query were answered.
+    The cost of each query is the upper bound for any votes, including the cost of an answer.
     """
     each = np.arange(1, queries + 1)
     total = epsilon_of_curves(each[:, None] * cost.worst_case(_ORDERS), delta)
@@ -359,13 +368,13 @@ def valid_counts(counts: NDArray[np.generic]) -> Counts:
     if counts.ndim != 2 or len(counts) == 0 or counts.shape[1] < 2:
         raise UserError(f"votes have shape {counts.shape}: give {shape}")
     if counts.dtype.kind == "f" and np.isnan(counts).any():
-        raise UserError(f"votes hold NaN in row {int(np.isnan(counts).any(axis=1).argmax())}: give {shape}")
+        raise UserError(f"the votes contain NaN in row {int(np.isnan(counts).any(axis=1).argmax())}: give {shape}")
     if counts.dtype.kind not in "iu":
         raise UserError(f"votes are {counts.dtype}, not whole numbers: give {shape}, such as votes.astype('int64')")
     checked = counts.astype(np.int64)  # unsigned numbers that are too large for int64 become negative, and are refused
     if (outside := (checked < 0) | (checked > _MOST_VOTES)).any():
         row = int(outside.any(axis=1).argmax())
-        raise UserError(f"row {row} of the votes holds {counts[row].tolist()}: a class has 0 to {_MOST_VOTES} votes")
+        raise UserError(f"row {row} of the votes is {counts[row].tolist()}: a class has 0 to {_MOST_VOTES} votes")
     totals = checked.sum(axis=1)
     if (totals != totals[0]).any():
         row = int((totals != totals[0]).argmax())
@@ -379,16 +388,16 @@ def valid_counts(counts: NDArray[np.generic]) -> Counts:
 
 
 def independent_2017(gamma: float, orders: Floats) -> Floats:
-    """Return the bound of the 2017 paper on the Renyi curve of any query: min(2 gamma^2 order, 2 gamma)."""
+    """Return the bound of Papernot et al. 2017 on the Renyi curve of any query: min(2 gamma^2 order, 2 gamma)."""
     return np.minimum(2 * gamma**2 * orders, 2 * gamma)
 
 
 def theorem_3(log_q: Floats, gamma: float, orders: Floats) -> Floats:
-    """Return data-dependent Renyi curves by theorem 3 of the 2017 paper; ``inf`` where the theorem does not hold.
+    """Return data-dependent Renyi curves by theorem 3 of Papernot et al. 2017; ``inf`` where the theorem does not hold.
 
     Shape: (queries, orders). The theorem holds for q < (e^(2 gamma) - 1) / (e^(4 gamma) - 1) = 1 / (e^(2 gamma) + 1).
-    The script of the paper also applies the theorem to larger q. Its results can then be too small. The paper states
-    log moments. A log moment is (order - 1) times the Renyi divergence.
+    The script of the paper also applies the theorem to larger q. The results of this script can then be too small. The
+    paper states log moments. A log moment is (order - 1) times the Renyi divergence.
     """
     holds = log_q < -np.logaddexp(0.0, 2 * gamma)
     inside = np.where(holds, log_q, -1 - 2 * gamma - np.log(2))[:, None]
@@ -400,12 +409,12 @@ def theorem_3(log_q: Floats, gamma: float, orders: Floats) -> Floats:
 
 
 def theorem_6(log_q: Floats, sigma: float, orders: Floats) -> Floats:
-    """Return data-dependent Renyi curves by theorem 6 of the 2018 paper; ``inf`` where the theorem does not hold.
+    """Return data-dependent Renyi curves by theorem 6 of Papernot et al. 2018; ``inf`` where the theorem does not hold.
 
     Shape: (queries, orders). The mechanism costs order / sigma^2 for any votes. ``log_q``: ln(q), shape (queries,). q
     is an upper bound on the total probability of all outcomes except the most likely one. mu_1 and mu_2 are defined in
-    proposition 10. The theorem needs order <= mu_1. It is applied only where its result grows with q, because the exact
-    probability is unknown.
+    proposition 10 of the same paper. The theorem needs order <= mu_1. It is applied only where its result increases
+    with q, because only the upper bound q of the probability is known.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         mu_2 = sigma * np.sqrt(-log_q)
@@ -438,7 +447,7 @@ def _gaps_to_the_top(counts: Counts) -> Floats:
 
 
 def _log_beaten(gaps: Floats) -> Floats:
-    """Return ln(probability that a smaller vote count exceeds the largest one after Laplace noise is added to both).
+    """Return ln(probability that a smaller vote count exceeds the largest one after Laplace noise on both counts).
 
     ``gaps`` >= 0: the differences of the two counts, divided by the scale of the noise.
     """

@@ -1,6 +1,6 @@
 """Publication of a data-dependent PATE cost, with noise that is proportional to the cost's smooth sensitivity.
 
-The method is that of Papernot et al. 2018, appendix B. The published number is an upper bound on B. B is the sum of the
+The method is from Papernot et al. 2018, appendix B. The published number is an upper bound on B. B is the sum of the
 data-dependent divergences of all queries at ONE Renyi order, which is chosen without looking at the votes.
 
 The sensitivity of B is bounded as follows. A gap is the difference between the votes of two classes. One changed vote
@@ -11,9 +11,9 @@ decreasing function beta(t), and the values of t for two neighbouring data sets 
 local sensitivity is at most the largest beta(t' - 2) - beta(t') over t' in [t - 2d, t + 2d + 2]. The range of t is
 divided into small cells, and each cell gets an upper bound. The bounds assume only that beta is decreasing.
 
-Confident-GNMax also pays for its test of the largest count. One changed vote changes the largest count by at most 1.
-For this test, every count within d votes is examined. The mask of answered queries needs no protection, because the
-published labels show it.
+The cost of Confident-GNMax includes its test of the largest count. One changed vote changes the largest count by at
+most 1. For this test, every count within d votes is examined. The mask of answered queries needs no protection, because
+the published labels show the answered queries.
 
 The publication itself has a privacy cost. With few queries or teachers the published epsilon can exceed the
 data-independent epsilon.
@@ -51,10 +51,10 @@ class PublicationTerms:
     """Settings of the publication of a PATE cost B (see the module), fixed without looking at the votes.
 
     ``order``: the Renyi order of the divergences in B. ``smoothness``: kappa. In the smooth sensitivity, votes at
-    distance d count with the factor e^(-kappa d). ``order`` times kappa must stay well below 1/2. ``noise``: the
+    distance d are weighted by the factor e^(-kappa d). ``order`` times kappa must stay well below 1/2. ``noise``: the
     standard deviation of the noise on B, as a multiple of the smooth sensitivity. The logarithm of the smooth
-    sensitivity is published, too, with a standard deviation of ``noise`` * kappa. Readers need it to bound the error of
-    B.
+    sensitivity is published, too, with a standard deviation of ``noise`` * kappa. Readers need this logarithm to bound
+    the error of B.
     """
 
     order: float = 20.0
@@ -63,7 +63,7 @@ class PublicationTerms:
 
     def __post_init__(self) -> None:
         if self.order <= 1 or min(self.smoothness, self.noise) <= 0:
-            raise UserError(f"{self}: the order must be above 1, the others above 0")
+            raise UserError(f"{self}: the order must be above 1, the other settings above 0")
         if self._stretch() <= 0:
             raise UserError(
                 f"smoothness {self.smoothness:g} is too large for order {self.order:g}: the release would have no "
@@ -75,8 +75,8 @@ class PublicationTerms:
 
         The result is the divergence of N(B, (noise S)^2) and N(B', (noise S')^2) with |B - B'| <= min(S, S') and S
         within e^(+-kappa) of S', plus the divergence of the noisy logarithm of S. Here S is the smooth sensitivity, and
-        B' and S' are the values for a neighbouring data set. The bound is theorem 23 of the paper, without its rounding
-        up of the Gaussians' divergence.
+        B' and S' are the values for a neighbouring data set. The bound is theorem 23 of Papernot et al. 2018, but the
+        divergence of the Gaussians is not rounded up as there.
         """
         order, kappa = self.order, self.smoothness
         scale = max(_scale_divergence(order, -kappa), _scale_divergence(order, kappa))
@@ -99,7 +99,7 @@ class PublicationTerms:
 class PublishedCost:
     """A data-dependent PATE cost that may be published.
 
-    ``epsilon`` at ``delta`` covers the labels AND this publication. It holds for the given votes, except with
+    ``epsilon`` at ``delta`` covers the labels AND this publication. This epsilon holds for the given votes, except with
     probability ``failure``: the probability that the noise exceeds its quantile. ``divergence``: the published bound on
     the joint Renyi divergence of labels and publication, at ``order``.
     """
@@ -114,8 +114,8 @@ class PublishedCost:
 def planned(cost: PublishableCost, delta: float, *, queries: int, teachers: int, classes: int) -> PublicationTerms:
     """Return the settings (terms) of a publication, chosen for a small epsilon without looking at the votes.
 
-    Of all values that are tried, they give the smallest epsilon if all teachers agree on every query, and if all
-    queries are answered.
+    Of all settings that are tried, the result gives the smallest epsilon if all teachers agree on every query, and if
+    all queries are answered.
     """
     unanimous = np.array([[teachers, *[0] * (classes - 1)]])
 
@@ -158,7 +158,7 @@ def release(
 def smooth_sensitivity(
     counts: Counts, cost: PublishableCost, terms: PublicationTerms, answered: Answered | None = None
 ) -> float:
-    """Return the smooth sensitivity S of the data-dependent cost B of all queries. It is PRIVATE, like the votes.
+    """Return the smooth sensitivity S of the data-dependent cost B of all queries. S is PRIVATE, like the votes.
 
     B is the sum of the queries' Renyi divergences at the order of ``terms``. S is the maximum over d of e^(-kappa
     d) times a bound on the local sensitivity of B within d votes of ``counts``. ``answered``: as in ``release``.
@@ -208,7 +208,7 @@ def _label_part(counts: Counts, cost: AnswerCost, order: float) -> _CostPart:
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     gaps = np.arange(0, num_teachers * _CELLS_PER_VOTE + 1) / _CELLS_PER_VOTE
     log_q = cost.log_q_of_gaps(gaps, num_classes)
-    # log q decreases with the gap, and each query is assigned to the cell that contains its t.
+    # log q decreases with the gap, and each query is assigned to the cell that contains the query's t.
     # If several cells have the same q, such as the largest possible q, the query is assigned to the last of them.
     found = len(gaps) - 1 - np.searchsorted(log_q[::-1], cost.log_q(counts), side="left")
     cells, queries = np.unique(np.clip(found, 0, len(gaps) - 2), return_counts=True)
@@ -241,8 +241,8 @@ def _test_part(counts: Counts, cost: ConfidentCost, order: float) -> _CostPart:
 def _local_sensitivities(before: Floats, beta: Floats) -> Iterator[Floats]:
     """Yield, for distance 0, 1, 2, ..., an array with a bound on one query's local sensitivity for each cell of gaps.
 
-    ``beta``: the query's divergence at every boundary of the cells. ``before``: its divergence for a gap that is 2
-    votes smaller.
+    ``beta``: the query's divergence at every boundary of the cells. ``before``: the query's divergence for a gap that
+    is 2 votes smaller.
     """
     if (np.diff(beta) > 1e-12).any():
         raise ArithmeticError("the data-dependent divergence rises with the gap: its sensitivity is not known")
@@ -269,7 +269,10 @@ def _published(
 
 
 def _from(values: Floats, ahead: int) -> Floats:
-    """Return ``values`` shifted by ``ahead`` positions: element i is values[i + ahead]. The ends are repeated."""
+    """Return ``values`` shifted by ``ahead`` positions: element i is values[i + ahead].
+
+    Beyond an end, the last value is repeated.
+    """
     return np.asarray(values[np.clip(np.arange(len(values)) + ahead, 0, len(values) - 1)])
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HEADING: Final = "Clients, compared with training alone"
 
 _MOST_PANELS: Final = 20
-"""Largest number of panels in one figure. Further rows have another figure."""
+"""Largest number of panels in one figure. Further rows are drawn in another figure."""
 _INCHES: Final = 1.05
 """Smallest width of a panel in inches, so that its axis and its title are legible."""
 _NARROW: Final = 1.5
@@ -126,8 +126,9 @@ def draw_clients(found: Sequence[ClientFigure]) -> list[Picture]:
     pictures = []
     for name, one in zip(file_names([f"clients-{one.where}" for one in found]), found, strict=True):
         drawn_as = (
-            f"One point for each client and seed. Horizontal axis: the {one.share}, trained alone. Vertical axis: the "
-            f"{one.share} in this row. Clients below the line are worse off than alone; each panel states their share."
+            f"One point for each client and seed. Horizontal axis: the {one.share}, trained without federation. "
+            f"Vertical axis: the {one.share} in this row. For clients below the line, the row's model is worse than "
+            "the model without federation; each panel states the share of these clients."
         )
         caption = (f"{HEADING}: {one.where}. {drawn_as}", *(f"Data {note}" for note in one.notes))
         drawing = partial(draw, one)
@@ -156,7 +157,7 @@ def draw(one: ClientFigure, layout: Layout = PAGE) -> "Figure":
         grid.flatten()[number].tick_params(labelbottom=True)
     figure.suptitle(plain(textwrap.fill(one.where, layout.characters(layout.title))), fontsize=layout.title)
     room = layout.characters(layout.text, 1.0)
-    figure.supxlabel(plain(textwrap.fill(f"{one.share}, trained alone (%)", room)), fontsize=layout.text)
+    figure.supxlabel(plain(textwrap.fill(f"{one.share}, trained without federation (%)", room)), fontsize=layout.text)
     figure.supylabel(plain(textwrap.fill(f"{one.share} (%)", room)), fontsize=layout.text)
     return figure
 

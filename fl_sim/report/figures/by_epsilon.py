@@ -1,6 +1,6 @@
 """Figure of synthetic records: each column is a class, and each row is an epsilon.
 
-The layout is that of figure 5 in the DA-FL paper (Tang, Wang, Liu 2023). If a synthetic record is a feature vector, the
+The layout follows figure 5 in the DA-FL paper (Tang, Wang, Liu 2023). If a synthetic record is a feature vector, the
 figure shows an image with similar features. A note says that this image is not real.
 
 This module selects the synthetic records. The caller gives the function that searches for the images (``Finder``),
@@ -98,7 +98,7 @@ def sample_pictures(groups: Sequence[SeedGroup], finder: Finder | None = None) -
     """Return (one figure for each data set, partition and generator, a message for each run that cannot be shown).
 
     Only runs with synthetic records are shown. The figure shows one run for each epsilon: the run with the most
-    synthetic records. Among runs with equally many records, the run with the lowest seed is shown.
+    synthetic records. Among runs with the same number of records, the run with the lowest seed is shown.
 
     For feature vectors, the figure shows the stored images. If there are no stored images, ``finder`` searches for
     images. Without ``finder``, a single message names all runs without stored images.
@@ -296,7 +296,10 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
         )
         images = [
             f"{found} (mean distance divided by the vector's length: {far}).",
-            "The images are no records of anybody, and cost no privacy: they were computed from the vectors alone.",
+            (
+                "The images are not real records. They have no privacy cost, because they were computed from the "
+                "vectors alone."
+            ),
         ]
     details = [
         f"epsilon {row.epsilon:g} (gamma {row.settings['gamma']:g}, seed {row.run.config.seed}, "

@@ -108,7 +108,7 @@ def draw_all(panels: Sequence[Panel], *, full_axis: bool = False) -> list[Pictur
 def _timed(panels: Sequence[Panel]) -> list[Panel]:
     """Return the panels of the figure over virtual time.
 
-    They show only methods whose runs have virtual times. Panels without such methods are left out.
+    These panels show only methods whose runs have virtual times. Panels without such methods are left out.
     """
     kept = []
     for panel in panels:
@@ -257,8 +257,8 @@ def _draw_panel(
             places, line.mean, label=shown, color=color, linewidth=layout.line,
             dashes=dashes or (1, 0), marker=marker or ("o" if len(line.rounds) == 1 else ""),
             markersize=3 * layout.line, markerfacecolor="white" if number % 2 else color,
-            # Each line has its first marker at a different round. So if two lines are equal, the markers of both stay
-            # visible.
+            # Each line has its first marker at a different round. So if two lines are equal, the markers of both lines
+            # stay visible.
             markevery=(number % every, every),
         )  # fmt: skip
         if len(one.drawn) > 1 and _has_bars(panel):
@@ -274,7 +274,7 @@ def _draw_panel(
     with_grid(axes, layout)
     _title(axes, panel, layout)
     if nothing:
-        note = f"no finite value in a round of all seeds: {'; '.join(nothing)}"
+        note = f"no round with finite values for all seeds: {'; '.join(nothing)}"
         text = textwrap.fill(note, layout.characters(layout.small))
         axes.text(0.02, 0.98, text, transform=axes.transAxes, ha="left", va="top", fontsize=layout.small, color="0.35")
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 HEADING: Final = "Delta over epsilon"
 _CAPTION: Final = (
-    "The delta that goes with each epsilon, for all planned releases of a run together. All points of a curve hold at "
-    "once; the marked one is the pair in the run's statement."
+    "The delta for each epsilon, for all planned releases of a run together. The guarantee holds for every point of a "
+    "curve; the marked point is the pair in the run's privacy statement."
 )
 _MOST_LINES: Final = 6
 _POINTS: Final = 25

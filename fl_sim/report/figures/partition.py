@@ -31,8 +31,8 @@ def draw_partition(label_counts: NDArray[np.int64], path: Path, title: str) -> N
     """Write a figure of a partition to ``path``, a .png, .svg or .pdf file. Create the folder of the file if needed.
 
     ``label_counts``: numbers of records, shape (clients, classes). Up to 30 clients and classes are drawn as bubbles.
-    The area of a bubble is proportional to the number of records, which is written inside it. Larger partitions are
-    drawn as a heat map, below a bar chart of the clients' numbers of records. The colour scale of the heat map is a
+    The area of a bubble is proportional to the number of records, which is written inside the bubble. Larger partitions
+    are drawn as a heat map, below a bar chart of the clients' numbers of records. The colour scale of the heat map is a
     square root, so that small numbers stay visible. Raises UserError for another type of file.
     """
     if path.suffix.lower() not in SUFFIXES:

@@ -103,7 +103,8 @@ _PLOTS = (
          lambda case: case.epsilon, "student's test accuracy (%)", lambda case: case.accuracy,
          lambda case: f"{case.facts.student}, {_teachers(case)}, {case.facts.mechanism.kind}"),
     Plot("student-by-query-epsilon", "Student accuracy over epsilon of one query",
-         "epsilon of ONE query, 2 gamma; the student costs the epsilon of ALL queries together (log scale)",
+         "epsilon of ONE query = 2 gamma; the privacy cost of the student is the epsilon of ALL queries together "
+         "(log scale)",
          lambda case: 2 * case.gamma if case.gamma else None, "student's test accuracy (%)",
          lambda case: case.accuracy,
          lambda case: f"{case.facts.student}, {_teachers(case)}, {case.facts.queries_answered} queries"),

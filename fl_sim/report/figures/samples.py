@@ -232,9 +232,9 @@ def write_samples(
 ) -> list[str]:
     """Write ``samples.png``, a figure of synthetic records, into the run directory ``out``; return warnings.
 
-    If the figure cannot be written, the error is returned as a warning, and the run goes on. ``pool``: the file of the
-    synthetic records. ``counts``: for each client, its number of records of each class. ``settings``: the settings of
-    the experiment, as in ``config.toml``. ``note``: text that says that the data set is stand-in data. Without
+    If the figure cannot be written, the error is returned as a warning, and the run continues. ``pool``: the file of
+    the synthetic records. ``counts``: for each client, its number of records of each class. ``settings``: the settings
+    of the experiment, as in ``config.toml``. ``note``: text that says that the data set is stand-in data. Without
     synthetic records, no file is written.
     """
     try:

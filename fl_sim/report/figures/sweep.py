@@ -1,6 +1,6 @@
 """Figures of final accuracy over a setting of DA-FL (epsilon or gamma), with a baseline without synthetic records.
 
-Gamma is the number of synthetic records per private record. A figure varies one of the two settings, on a logarithmic
+Gamma is the number of synthetic records per private record. A figure varies epsilon or gamma, on a logarithmic
 horizontal axis. The runs of a line differ only in this setting and in the seed. The baseline is the best method without
 preprocessing.
 """
@@ -250,7 +250,7 @@ def _caption(sweep: Sweep) -> tuple[str, ...]:
     if sweep.baseline:
         lines.append(
             f"The horizontal line is the best of {sweep.others} methods without preprocessing, with the same settings. "
-            "It was picked by its final test accuracy."
+            "This method was selected by its final test accuracy."
         )
     return (*lines, *([f"Data: {sweep.note}"] if sweep.note else []))
 

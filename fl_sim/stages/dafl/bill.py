@@ -34,7 +34,7 @@ NOT_PER_CLIENT = (
 def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
     """Return the record-level privacy statement about the pool, for ``result.json``.
 
-    All costs are those of the client with the highest cost. Field ``epsilon``: the privacy cost of this pool;
+    All fields state the costs of the client with the highest cost. Field ``epsilon``: the privacy cost of this pool;
     ``fl_sim.report.payments.with_whole_run`` adds the cost of the whole run. Field ``epsilon_together``: the cost of
     all sets of synthetic records in the clients' privacy ledgers that come from this data set. Field
     ``shares_together``: the largest number of such sets about one record. The last two fields are None if not all
@@ -112,20 +112,20 @@ def _bill_of(facts_json: str, delta: float) -> _Bill:
 def _covers(experiment: Experiment, settings: DaFl) -> str:
     if settings.train_on == "synthetic":
         moments = not is_none(experiment.calibrate)
-        but = " but the moments of features, which have a statement of their own" if moments else ""
+        but = " but the moments of features, which another statement covers" if moments else ""
         return (
             f"everything this run releases of its training records{but}: clients release synthetic records under this "
-            "guarantee, and all models are trained on those alone (post-processing). Each record of each client is "
-            "protected; clients are disjoint, so the figure is the largest over clients."
+            "guarantee, and all models are trained only on these synthetic records (post-processing). Each record of "
+            "each client is protected; clients are disjoint, so the figure is the largest over clients."
         )
     return (
-        "the pool of synthetic records alone, and what is computed from nothing but it. Each record of each client is "
-        "protected; clients are disjoint, so the figure is the largest over clients."
+        "the pool of synthetic records alone, and all results that are computed only from this pool. Each record of "
+        "each client is protected; clients are disjoint, so the figure is the largest over clients."
     )
 
 
 def _does_not_cover(experiment: Experiment, settings: DaFl) -> str:
-    public = "How many records a client holds, gamma and the range of the label picker are treated as public."
+    public = "The number of a client's records, gamma and the range of the label selection are treated as public."
     if type(settings.generator) not in get_args(AnyGenerator):
         public += (
             f" The generator {kind_of(settings.generator)} is not part of fl-sim. fl-sim has not proved the privacy "
@@ -134,9 +134,9 @@ def _does_not_cover(experiment: Experiment, settings: DaFl) -> str:
     if settings.train_on == "synthetic":
         return public
     if not is_none(experiment.local.privacy):
-        task = "The rounds train on raw records; what leaves a client in them is protected by the other statement."
+        task = "The rounds train on raw records; another statement covers the messages of the clients in these rounds."
     elif isinstance(experiment.aggregator, GlobalDP):
-        task = "The main task trains on raw records; what leaves it is protected per client, by the other statement."
+        task = "The main task trains on raw records; another statement covers its global models, per client."
     else:
         task = (
             "The main task is NOT private: after the pool is shared, clients train on their raw records and send "
@@ -156,5 +156,5 @@ def _guarantee(worst: _Bill, settings: DaFl) -> str:
     return (
         f"({rounded_up(worst.epsilon)}, {settings.delta:g})-differential privacy of the synthetic records under adding "
         f"or removing one record: labels {labels} ({settings.labels.composition} composition over classes), generator "
-        f"{generator}; their sum is {both}, and the smaller of the sum and the joint RDP bound counts"
+        f"{generator}. The sum of both is {both}; epsilon is the smaller of this sum and the joint RDP bound"
     )

@@ -214,7 +214,7 @@ def _of_refusals(pool: Pool, job: Job) -> str:
     if not refused:
         return ""
     client, reason = refused[0]
-    # True if the client has paid for a label selection, which selected no class
+    # True if the client has paid for a label selection that selected no class
     paid = bool(pool.parts[client].facts)
     cure = _cure(job) if paid else "take a larger preprocess.epsilon, or fewer clients"
     return (
@@ -250,9 +250,9 @@ def _cure(job: Job) -> str:
     largest = settings.labels.largest_count(gamma, len(job.dataset.train))
     needed = settings.labels.threshold(gamma, largest) / gamma
     return (
-        f"a client releases a class of which it holds about {needed:,.0f} records or more (preprocess.labels.epsilon="
-        f"{settings.labels.epsilon:g}, gamma={gamma:g}): take a larger preprocess.labels.epsilon, "
-        "or fewer clients"
+        f"a client makes synthetic records of a class if it holds about {needed:,.0f} records of this class or more "
+        f"(preprocess.labels.epsilon={settings.labels.epsilon:g}, gamma={gamma:g}): take a larger "
+        "preprocess.labels.epsilon, or fewer clients"
     )
 
 
@@ -383,7 +383,7 @@ def _read(folder: Path, job: Job, *, reused: bool) -> Pool:
     if records.inputs.shape != (len(labels), *dataset.input_shape) or records.inputs.dtype != kept:
         raise ValueError(f"{name} and {FACTS} disagree on the number, shape or type of the records")
     if kept == "float32" and not (np.abs(records.inputs) <= 1).all():
-        raise ValueError(f"{name} holds records that are not all numbers in [-1, 1]")
+        raise ValueError(f"{name} contains records that are not all numbers in [-1, 1]")
     if not torch.equal(torch.from_numpy(records.labels), labels):
         raise ValueError(f"the labels in {name} differ from {FACTS}")
     return Pool(folder / name, parts, seconds, reused, None, trainer)
@@ -403,7 +403,7 @@ def _hold_against_ledger(folder: Path, part: ClientPart, job: Job, client: int) 
         charges = open_ledger(path, part.receipt, f"client {client}'s part of the pool in {folder}").charges
     except RunError as error:
         raise RunError(
-            f"{error}. To start anew, also delete {folder}: the pool is then made again, and charged again"
+            f"{error}. To start again, also delete {folder}: the pool is then made again, and charged again"
         ) from error
     name, generator = (
         settings.release_of(client, job.experiment.seed, version_of(job.experiment.features)),

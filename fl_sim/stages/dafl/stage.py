@@ -125,7 +125,7 @@ class SynthesisStage(Stage):
         """Return the line that is shown while clients make synthetic records, before the first round."""
         del log
         made_by = kind_of(self.settings.generator)
-        return f"clients make synthetic records, {made_by} (once for all runs that need the same)"
+        return f"clients make synthetic records, {made_by} (once for all runs with the same pool)"
 
     def before(self, run: Run) -> None:
         """Make or find the pool for the rounds. If ``server_epochs`` is set, train the first model on the pool."""
@@ -181,7 +181,7 @@ class SynthesisStage(Stage):
 
         In one turn (see ``Work``), one client makes its synthetic records. The pieces of a turn are the generator's
         training steps. A generator without training steps has one piece per turn. The forecast assumes that each client
-        holds records of one class. More classes take longer. Partitions, privacy budgets and seeds do not change the
+        has records of one class. More classes take longer. Partitions, privacy budgets and seeds do not change the
         time.
         """
         from clients.dafl.generator import ShortenedGenerator  # noqa: PLC0415 (the accountants load slowly)
@@ -234,9 +234,9 @@ class SynthesisStage(Stage):
         return {"synthetic_records": Traffic(down, up)}
 
     def payments(self) -> "Iterator[Payment]":
-        """Yield the planned privacy cost of the pool, which is the whole privacy budget.
+        """Yield the planned privacy cost of the pool: the whole privacy budget.
 
-        The exact cost may be lower. It is not computed here, because it depends on the clients' numbers of records.
+        The exact cost may be lower. It depends on the clients' numbers of records, so it is not computed here.
         """
         from fl_sim.privacy.bill import Payment  # noqa: PLC0415
 
@@ -258,7 +258,7 @@ class SynthesisStage(Stage):
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         """Return the given privacy statements ``others`` and the privacy statement of the pool.
 
-        Each client-level statement among ``others`` gets a sentence which says that it does not cover the pool.
+        Each client-level statement among ``others`` gets a further sentence: the statement does not cover the pool.
         """
         if self.pool is None:
             return list(others)

@@ -154,7 +154,7 @@ class _VoteShape:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """Return the smallest integer type that can hold every class number."""
+        """Return the smallest integer type that can represent every class number."""
         return np.min_scalar_type(self.classes - 1)
 
 
@@ -317,7 +317,7 @@ class _Labels(BaseModel):
     receipt: dict[str, Any]
 
     def fit(self, queries: int, classes: int) -> bool:
-        """Return True if there are ``queries`` valid labels, of which only the first ``num_asked`` are answers."""
+        """Return True if there are ``queries`` valid labels, and no query after the first ``num_asked`` is answered."""
         inside = all(UNANSWERED <= one < classes for one in self.labels)
         later = set(self.labels[self.num_asked :])
         return len(self.labels) == queries >= self.num_asked and inside and later <= {UNANSWERED}

@@ -149,13 +149,13 @@ class _Training:
             return 0
         standing, tensors = read_student(path)
         if standing.start != self.start:
-            self.say("the student begins anew: labels or settings are not those of the checkpoint")
+            self.say("the student's training restarts: labels or settings differ from those of the checkpoint")
             return 0
         restore(path, tensors, parts)
         for record in standing.rounds:
             self._write(record)
             self.finished(record)
-        self.say(f"the student goes on after epoch {len(standing.rounds)} of {self.experiment.rounds}")
+        self.say(f"the student's training resumes after epoch {len(standing.rounds)} of {self.experiment.rounds}")
         return standing.steps
 
     def __call__(self, step: int, learning_rate: float, model: nn.Module) -> None:
@@ -220,7 +220,7 @@ def _write_labels(out: Path, settings: Pate, votes: Votes, released: Released, p
         write_private_votes(out, votes, settings.queries)
         asked = votes.counts[: settings.queries]
         private = {
-            "private": "computed from the votes, and as private as they are: do not publish",
+            "private": "these values are private, because they are computed from the votes: do not publish",
             "epsilon_data_dependent": data_dependent(settings, votes, released),
             "teacher_accuracy": (votes.predictions == pool.labels).mean(axis=1).tolist(),
             "ensemble_accuracy": float((asked.argmax(axis=1) == pool.labels[: len(asked)]).mean()),
@@ -331,7 +331,7 @@ def _named(parts: Mapping[str, TrainingPart]) -> Iterator[tuple[str, torch.Tenso
     """Yield (name, tensor) for every tensor of ``parts``; the name is "part/key", such as "model/0.weight"."""
     for name, part in parts.items():
         state = part.state_dict()
-        if isinstance(part, torch.optim.Optimizer):  # only its state; its parameter groups follow from settings
+        if isinstance(part, torch.optim.Optimizer):  # its parameter groups follow from settings
             state = {f"{index}/{key}": value for index, of in state["state"].items() for key, value in of.items()}
         for key, value in state.items():
             assert isinstance(value, torch.Tensor), f"{name}: {key} is no tensor"

@@ -25,7 +25,7 @@ from strategies.pate.settings import Pate
 
 OTHER_RELEASES: Final = (
     " Other labellings of a pool by teachers of the same records, under other settings or another seed: each is a "
-    "release of its own, and their epsilons add up. (Runs that differ in the student alone share one labelling.)"
+    "separate release, and their epsilons add up. (Runs that differ in the student alone share one labelling.)"
 )
 PUBLISHED_COVERS: Final = (
     "The labels, all results that are computed from the labels, and epsilon_data_dependent itself: a noisy upper bound "
@@ -39,16 +39,16 @@ _BY_CLASS: Final = (LabelK, Dirichlet, Shards)
 """The partitions that depend only on the number of records of each class."""
 
 _CLASSES_ARE_PUBLIC: Final = (
-    " How many records of each class there are: the split over teachers follows it, so it is taken to be public, and "
-    "one record of another class would move others between the teachers."
+    " The number of records of each class is treated as public, because the partition over teachers depends on it. One "
+    "record of another class would move other records between teachers."
 )
 _GROUPS_ARE_PUBLIC: Final = (
-    " Which groups of records there are: the split deals them out to teachers, so they are taken to be public, and a "
-    "record that is alone in its group would move other groups between the teachers."
+    " The groups of records are treated as public, because the partition assigns whole groups to teachers. A record "
+    "that is alone in its group would move other groups between teachers."
 )
 _DOMAINS_ARE_PUBLIC: Final = (
-    " How many records of each class there are in each domain: the split over teachers follows it, so it is taken to "
-    "be public, and one record of another domain or class would move others between the teachers."
+    " The number of records of each class in each domain is treated as public, because the partition over teachers "
+    "depends on it. One record of another domain or class would move other records between teachers."
 )
 
 
@@ -64,12 +64,13 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
     relation, public = neighbours(experiment.partition)
     terms = replace(ledger.terms, adjacency=relation)
     pool = (
-        f" The public pool, {settings.pool_in_words}: its records are taken to be public, and the student shows them."
+        f" The public pool, {settings.pool_in_words}: its records are treated as public, and the student may reveal "
+        "them."
     )
     limits = DOES_NOT_COVER + public + pool + OTHER_RELEASES
     planned = labelling.planned(len(released.labelled.labels), released.labelled.num_asked)
     if settings.keep_private:
-        limits += " This run directory: its votes and private.json are raw (keep_private was asked for)."
+        limits += " This run directory: its votes and private.json have no noise, because of the setting keep_private."
     charges = [(charge.release, charge.event) for charge in ledger.charges]
     words = Coverage(COVERS, limits, simulation_only=labelling.noise == "seeded")
     labels = {"ledger": ledger.identity, **statement(terms, charges, planned, words)}
@@ -85,7 +86,7 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
 
 def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
     """Return the adjacency for which one record affects only one teacher, and a text on the facts assumed public."""
-    if isinstance(partition, OverSplit):  # it changes a record only by the group of the record's teacher
+    if isinstance(partition, OverSplit):  # the change of a record depends only on the group of its teacher
         return neighbours(partition.over)
     if isinstance(partition, Domain):
         neighbours(partition.over)  # raises UserError if the inner partition is user-defined
@@ -123,7 +124,7 @@ def _published(
     together = _curve_of_labels(settings.labelling, certain) + terms.curve(np.array(ORDERS))
     epsilon = none_if_infinite(epsilon_of_curve(together, delta))
     if epsilon is None:
-        guarantee = "none: votes without noise decide at which query labelling stops"
+        guarantee = "none: the query at which labelling stops depends on votes without noise"
     else:
         guarantee = (
             f"({rounded_up(epsilon)}, {delta:g})-differential privacy of the labels and the published epsilon "
@@ -138,8 +139,8 @@ def _published(
         "adjacency": labels["adjacency"],
         "guarantee": (
             f"{guarantee}. The published epsilon: {rounded_up(published['epsilon'])}, by the data-dependent "
-            "analysis, with noise scaled to its smooth sensitivity. It is the cost for the votes of this run, no "
-            f"guarantee, and too low with probability {published['failure']:g}"
+            "analysis, with noise scaled to its smooth sensitivity. It is the cost for the votes of this run, but not "
+            f"a guarantee: with probability {published['failure']:g} it is too low"
         ),
         "simulation_only": labels["simulation_only"],
         "covers": PUBLISHED_COVERS,
@@ -153,7 +154,7 @@ def _curve_of_labels(labelling: Labelling, certain: Counter[dp_event.DpEvent]) -
 
     The result is the minimum of two bounds. The first bound is the curve of the events ``certain``, {privacy event:
     count}: the largest possible cost of the queries, for any votes. The second bound follows from the privacy budget:
-    the threshold tests and the answers of queries are Gaussian mechanisms, and all of them together stay within the
+    the threshold tests and the answers of queries are Gaussian mechanisms, and their joint cost is within the
     budget. So they cost less than a single Gaussian mechanism that exceeds the budget. The curve of this mechanism is
     the second bound.
     """

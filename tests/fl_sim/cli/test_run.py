@@ -58,7 +58,7 @@ def test_a_finished_run_says_so_and_shows_its_summary_and_again_repeats_it_besid
     assert "nothing was done" not in told
     shown, told = command()
     assert "accuracy" in shown
-    assert "this run is finished already, and nothing was done: --again (again=True) runs it once more" in told
+    assert "this run is already finished, so nothing was done: --again (again=True) repeats it" in told
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     _, told = command("--again")
     assert f"the earlier files of {out} are in {tmp_path / 'run-before-1'} now" in told

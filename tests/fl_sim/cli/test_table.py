@@ -182,7 +182,7 @@ def test_rows_with_synthetic_records_share_a_pool_and_say_what_is_protected(
     printed = capsys.readouterr()
     assert "| DA-FL + SCAFFOLD |" in printed.out
     assert "No privacy guarantee: FedAvg, DA-FL (epsilon=inf) + FedAvg" in printed.out
-    alone = "Privacy of each run by itself (terms: docs/privacy.md), of a record (adding or removing one), delta 1e-05"
+    alone = "Privacy of each single run (terms: docs/privacy.md), of a record (adding or removing one), delta 1e-05"
     (line,) = [line for line in printed.out.splitlines() if line.startswith(alone)]
     assert "DA-FL + SCAFFOLD epsilon 9.91." in line
     assert "\nCovered: the pool" in printed.out

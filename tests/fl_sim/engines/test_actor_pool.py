@@ -38,7 +38,7 @@ def test_the_user_is_told_once_of_a_node_whose_worker_does_not_start(monkeypatch
         pool._looked = -math.inf
         pool.update(0)
     assert len(told) == 1
-    assert "node a at 127.0.0.1 of the Ray cluster does nothing: its worker has not started in 60 s" in told[0]
+    assert "node a at 127.0.0.1 of the Ray cluster is not used yet: its worker has not started in 60 s" in told[0]
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_after_the_deadline_the_client_that_hangs_and_those_behind_it_are_told_a
     ]
     assert reasons(work, TOO_LATE) == {
         1: "no answer within 5 s: it was still training",
-        2: "no answer within 5 s: it waited behind client 1",
+        2: "no answer within 5 s: it waited for client 1, which did not finish",
         3: "no answer within 5 s: its worker is stuck, or was still starting",
-        5: "no answer within 5 s: it waited behind client 1 and client 3",
+        5: "no answer within 5 s: it waited for client 1 and client 3, which did not finish",
     }

@@ -45,7 +45,7 @@ def test_nobody_without_the_key_reads_or_changes_what_is_closed() -> None:
         (envelopes, (whole, [], content[:0])),
         (Encryption.with_new_key(), closed),
     ):
-        with pytest.raises(RunError, match="was changed on its way"):
+        with pytest.raises(RunError, match="was changed in transit"):
             by.decrypt(came)
     assert "key" not in repr(envelopes)
 

@@ -78,7 +78,7 @@ def test_the_plan_has_the_bytes_of_the_messages_and_the_work_of_each_architectur
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"algorithm": "fedavg"}, "algorithm fedavg averages their parameters: .*take"),
+        ({"algorithm": "fedavg"}, "algorithm fedavg averages their parameters: .*use"),
         ({"algorithm": "local-only", "local": {"batch_norm": "personal"}}, "local.batch_norm=personal .*leave"),
         (
             {"algorithm": "local-only", "model": {"name": "mlp,2nn", "trainable": "head"}},

@@ -65,7 +65,7 @@ def test_the_device_is_the_one_asked_for(monkeypatch):
     assert device_of(_made("device=cpu")).type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_of(_made()).type == "cpu"
-    with pytest.raises(UserError, match=r"device=cuda, but .*no CUDA device.*: take device=cpu"):
+    with pytest.raises(UserError, match=r"device=cuda, but .*no CUDA device.*: set device=cpu"):
         device_of(_made("device=cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device_of(_made()).type == "cuda"
@@ -77,12 +77,12 @@ def test_a_precision_is_refused_where_it_would_change_nothing(monkeypatch):
     assert precision_of(_made(), cpu) == "float32"
     assert precision_of(_made("local.precision=bfloat16", *stacked), cpu) == "bfloat16"
     for overrides in (["local.precision=tf32"], ["local.precision=tf32", *stacked]):
-        with pytest.raises(UserError, match="changes nothing on a CPU"):
+        with pytest.raises(UserError, match="has no effect on a CPU"):
             precision_of(_made(*overrides), cpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert precision_of(_made("local.precision=tf32"), gpu) == "tf32"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(UserError, match=r"local\.precision=tf32 changes nothing on a GPU older than"):
+    with pytest.raises(UserError, match=r"local\.precision=tf32 has no effect on a GPU older than"):
         precision_of(_made("local.precision=tf32"), gpu)
     with pytest.raises(UserError, match="bfloat16"):
         _made("local.precision=float16")

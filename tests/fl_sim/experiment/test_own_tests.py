@@ -68,7 +68,7 @@ def test_records_of_a_source_belong_to_the_client_with_that_source() -> None:
     shards = Parts.of([np.flatnonzero(np.isin(made.train.groups, part)) for part in ([0, 1, 2], [3], [7, 8])])
     tests = own_tests.of_sources(made, shards)
     assert [set(made.test.groups[one].tolist()) for one in tests] == [{0, 1, 2}, {3}, {7, 8}]
-    with pytest.raises(UserError, match=r"does not name them: take evaluate\.clients=class-shares"):
+    with pytest.raises(UserError, match=r"does not name them: set evaluate\.clients=class-shares"):
         own_tests.of_sources(dataset(100, 40), shards)
     everywhere = Iid().split(made.train.labels, 3, np.random.default_rng(0))
     with pytest.raises(UserError, match="several clients share a source and have other sources, too"):
@@ -157,7 +157,7 @@ def test_class_shares_in_domains_need_the_domains_of_test_records() -> None:
     assert made.train.groups is not None
     shards = Parts.of([np.flatnonzero(made.train.groups == one) for one in (3, 4)])
     unknown = replace(made, test=replace(made.test, groups=None))
-    with pytest.raises(UserError, match=r"does not name the sources of its test records: .* or take .*pooled:0\.25"):
+    with pytest.raises(UserError, match=r"does not name the sources of its test records: .* or set .*pooled:0\.25"):
         own_tests.with_class_shares(unknown, shards, 0, keeps_sources=True)
     mixed = Parts.of([np.arange(50), np.arange(50, 100)])
     with pytest.raises(UserError, match="some clients have training records of several sources"):

@@ -265,7 +265,7 @@ def test_only_float32_layers_that_fit_each_other_are_taken() -> None:
 
 def test_rows_of_another_shape_or_type_are_refused(kernel: Kernel) -> None:
     discriminator, rows = Perceptron(kernel, perceptron(8, 5, 1)), torch.zeros(5, 8)
-    with pytest.raises(ValueError, match="4 fakes need as many indices of real records"):
+    with pytest.raises(ValueError, match="4 fake records need 4 indices of real records"):
         discriminator.clipped_sum(shown(rows), shown(rows[:4]), 1.0)
     for values in (rows.double(), rows[0]):
         with pytest.raises(ValueError, match="rows must be float32"):
@@ -280,7 +280,7 @@ def test_rows_of_another_shape_or_type_are_refused(kernel: Kernel) -> None:
     with pytest.raises(ValueError, match="cannot be divided into equal blocks for 3 classes"):
         Perceptron(kernel, perceptron(8, 5, 1), 3)
     for chosen in (np.zeros(4, np.int64), np.zeros(5, np.int32), np.zeros(10, np.int64)[::2]):
-        with pytest.raises(ValueError, match="5 fakes need as many indices of real records"):
+        with pytest.raises(ValueError, match="5 fake records need 5 indices of real records"):
             discriminator.clipped_sum(shown(rows), shown(rows), 1.0, chosen)
 
 
@@ -321,7 +321,7 @@ def test_sums_and_weights_of_another_length_or_type_are_refused(kernel: Kernel) 
         with pytest.raises(ValueError, match="21 weights need as many numbers of noise"):
             adversaries.discriminator_step(pairs, replace(plain, noise=noise))
     for chosen in (np.zeros(4, np.int64), np.zeros(5, np.int32), np.zeros(10, np.int64)[::2]):
-        with pytest.raises(ValueError, match="5 fakes need as many indices of real records"):
+        with pytest.raises(ValueError, match="5 fake records need 5 indices of real records"):
             adversaries.discriminator_step(replace(pairs, chosen=chosen), plain)
     with pytest.raises(ValueError, match="the network takes rows of 3 numbers"):
         adversaries.discriminator_step(replace(pairs, real=shown(torch.zeros(5, 4))), plain)

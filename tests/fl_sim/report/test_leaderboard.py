@@ -134,7 +134,7 @@ def test_a_table_with_a_heat_map_is_shown_as_rows_by_columns(mapped: Path) -> No
         ("alie =", "ailie =", r"the column 'ailie', which does not exist.*'alie'"),
         ("Krum =", "Krumm =", r"the row 'Krumm', which does not exist.*'Krum'"),
         ('rows = { Krum = "Krum, 2020" }', "", r"a question with heat_map needs rows"),
-        ('heat_map = "x"', 'heat_map = "x"\nbest = 1', r"takes neither best nor published"),
+        ('heat_map = "x"', 'heat_map = "x"\nbest = 1', r"must not have best or published"),
     ],
 )
 def test_a_wrong_part_of_a_heat_map_is_named(mapped: Path, old: str, new: str, message: str) -> None:

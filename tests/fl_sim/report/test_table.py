@@ -173,7 +173,7 @@ def test_a_guarantee_is_told_with_unit_delta_the_largest_epsilon_of_the_row_and_
     )
     change = "(adding or removing one)"
     record, client = f"of a record {change}, delta 1e-05", f"of a client {change}, delta 0.0001"
-    each = "Privacy of each run by itself (terms: docs/privacy.md)"
+    each = "Privacy of each single run (terms: docs/privacy.md)"
     assert told[2:] == [
         f"{each}, {record}: A epsilon 9.88, B epsilon 1; {client}: B epsilon 3.",
         "Covered: [A (record), B (record)] the pool alone. [B (client)] all updates.",

@@ -158,7 +158,8 @@ def test_personal_layers_go_on_from_round_to_round_whatever_others_do_and_their_
     scores = job.trainer.evaluate(expected, evaluation_records(job).inputs, evaluation_records(job).labels)
     assert result["final_accuracy"] == scores.accuracy
     assert any(
-        "a model which no client has, with the mean of the last cohort's layers" in said for said in result["warnings"]
+        "the evaluated model has the mean BatchNorm layers of the last cohort, and no trained client uses" in said
+        for said in result["warnings"]
     )
 
 
@@ -183,7 +184,7 @@ def test_control_variates_leave_personal_layers_alone(tmp_path: Path) -> None:
     ("others", "message"),
     [
         ({"aggregator": "global-dp"}, "average cannot run under aggregator global-dp: running statistics are means"),
-        ({"aggregator": "median"}, "average works with aggregator mean only: median compares single updates"),
+        ({"aggregator": "median"}, "average works only with aggregator mean: median compares the updates of"),
         ({"attack": "sign-flip"}, "average cannot run with attack sign-flip"),
         ({"algorithm": "pate"}, "pate cannot run with local.batch_norm=average, as it averages no models"),
         (

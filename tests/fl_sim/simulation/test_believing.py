@@ -166,7 +166,7 @@ def test_a_run_of_an_older_version_is_taken_with_a_warning(
     write_method(code, 0.0)
     fl_sim.run(settings, out=tmp_path / "run")
     assert (
-        "has no digest of its records and code that can be compared here (it is of an older version"
+        "has no digest of its records and code that can be compared here (it was written by an older version"
         in capsys.readouterr().err
     )
     longer = run(settings.model_copy(update={"rounds": 3}), tmp_path / "run")

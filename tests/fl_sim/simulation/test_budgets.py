@@ -49,8 +49,8 @@ TOO_SMALL = {
          "algorithm.keep_private=true"),
         "labelling.epsilon=0.01 does not afford one query, which costs .* at delta 1e-05, a lower bound for all votes",
     ),
-    "ccvr": (("calibrate=ccvr", "calibrate.epsilon=1e-9"), "calibrate.epsilon=1e-09 affords no moments"),
-    "ccvr, too coarse": (("calibrate=ccvr", "calibrate.epsilon=1e-5"), "affords no moments: noise of"),
+    "ccvr": (("calibrate=ccvr", "calibrate.epsilon=1e-9"), "calibrate.epsilon=1e-09 is too small to send moments"),
+    "ccvr, too coarse": (("calibrate=ccvr", "calibrate.epsilon=1e-5"), "is too small to send moments: noise of"),
 }  # fmt: skip
 
 

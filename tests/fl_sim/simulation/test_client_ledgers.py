@@ -201,4 +201,4 @@ def test_no_client_is_left_out_whatever_its_number(table: Path) -> None:
 def test_what_all_releases_cost_is_said_or_that_they_have_no_epsilon() -> None:
     assert "up to 7 releases" in joint_cost_in_words(JointCost(1.23451, 7), DELTA)
     assert "together they cost epsilon 1.235 at delta 1e-05" in joint_cost_in_words(JointCost(1.23451, 7), DELTA)
-    assert "together they have no epsilon at delta" in joint_cost_in_words(JointCost(math.inf, 7), DELTA)
+    assert "together they have no finite epsilon at delta" in joint_cost_in_words(JointCost(math.inf, 7), DELTA)

@@ -136,7 +136,7 @@ def test_a_run_that_goes_on_counts_as_it_began(
         with pytest.raises(KeyboardInterrupt):
             run(many, tmp_path / "old", observer=stop_after(2))
     [warning] = [one for one in run(many, tmp_path / "old")["warnings"] if "without records" in one]
-    assert "counted the 5 clients without records" in warning
+    assert "counts the 5 clients without records" in warning
     assert "--again" in warning
     assert same(tmp_path / "all counted", tmp_path / "old")
     assert not same(tmp_path / "whole", tmp_path / "old")

@@ -42,7 +42,7 @@ def test_the_native_trainer_is_named_where_it_takes_the_plans(algorithm: str, mo
     assert trainer_line(job, 2) == ("native trainer, 2 threads" if native else "PyTorch trains, 2 threads")
     if native:
         local = {"local": Local(label_smoothing=0.1)}
-        told = "PyTorch trains, 2 threads: the native trainer does not take local.label_smoothing=0.1"
+        told = "PyTorch trains, 2 threads: the native trainer does not support local.label_smoothing=0.1"
         assert trainer_line(replace(job, experiment=job.experiment.model_copy(update=local)), 2) == told
 
 
@@ -56,11 +56,14 @@ def test_the_trainer_of_private_steps_is_named(model: str, told: str) -> None:
     assert trainer_line(job, 1) == told
 
 
+MOVED_AND_CONTRASTED = "the native trainer does not support local.augment=flip together with contrast"
+
+
 @pytest.mark.skipif(load_kernel()[0] is None, reason=f"no native trainer: {load_kernel()[1]}")
 @pytest.mark.parametrize(
     ("algorithm", "told"),
     [("fedavg", "native trainer, 2 threads"),
-     ("moon", "PyTorch trains, 2 threads: the native trainer does not take local.augment=flip together with contrast")],
+     ("moon", f"PyTorch trains, 2 threads: {MOVED_AND_CONTRASTED}")],
 )  # fmt: skip
 def test_moved_images_are_trained_natively_but_beside_what_compares_them(algorithm: str, told: str) -> None:
     job = job_of(experiment_from({"device": "cpu", "algorithm": algorithm, "local": {"augment": "flip"}}))

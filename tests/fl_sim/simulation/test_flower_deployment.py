@@ -213,4 +213,4 @@ def test_two_nodes_of_one_number_end_the_run_with_a_message(deployment: Deployme
         deployment.start(deployment.node(1, key), f"{key}.log")
         deployment.said(f"{key}.log", "SuperNode ID")
     result = deployment.run(deployment.folder / "run", "rounds = 1")
-    assert "give each supernode a partition-id of its own, from 0 to 1" in str(result["error"])
+    assert "give each supernode a different partition-id, from 0 to 1" in str(result["error"])

@@ -346,7 +346,7 @@ def test_clients_are_measured_on_their_own_test_records_where_the_data_say_whose
     own, tested = result["measures"], load(str(settings["data"])).test
     assert own["client_accuracy_is"] == (
         "accuracy on each client's own test records; 2 of 4 clients have none, and are left out; 10 test records "
-        "belong to no client that trains, and are left out"
+        "belong to no client of this run, and are left out"
     )
     job = job_of(experiment_from(settings))
     model = load_file(tmp_path / "own" / "model.safetensors")

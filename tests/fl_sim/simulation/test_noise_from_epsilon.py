@@ -127,6 +127,6 @@ def test_who_takes_part_by_default_is_told_on_the_screen_in_the_plan_and_with_th
     typed = ["model=logistic", "rounds=1", "aggregator=global-dp", "aggregator.noise=seeded"]
     shown = typed_out("run", *typed, "--out", str(tmp_path / "run"))
     assert told in shown.err
-    assert "who takes part: poisson: every client takes part in a step with probability 0.1" in shown.out
+    assert "sampling: poisson: every client takes part in a step with probability 0.1" in shown.out
     assert any(told in one for one in json.loads((tmp_path / "run" / "result.json").read_text())["warnings"])
     assert told in typed_out("plan", *typed, "--quick").out

@@ -82,7 +82,7 @@ def test_a_gpu_before_ampere_trains_in_float32_alone(
         if precision not in refused:
             assert precision_of(experiment, GPU) == precision
             continue
-        with pytest.raises(UserError, match="changes nothing on a GPU older than NVIDIA's Ampere"):
+        with pytest.raises(UserError, match="has no effect on a GPU older than NVIDIA's Ampere"):
             precision_of(experiment, GPU)
 
 

@@ -125,14 +125,14 @@ def test_a_private_run_that_measures_nothing_writes_no_measure(tmp_path):
 
 def test_every_statement_says_that_test_records_are_taken_to_be_public(tmp_path):
     own = ran(tmp_path / "own", table(tmp_path / "own", "44,f,d,well,train"), evaluate=PUBLIC)
-    words = "a.csv, as evaluate.test_is_public=true says, are taken to be public: measures on them cost nothing."
+    words = "a.csv, as evaluate.test_is_public=true says, count as public, so measures on them have no privacy cost."
     assert own["privacy"][0]["does_not_cover"].endswith(words)
     both = {"preprocess": DA_FL | {"labels": {"kind": "exponential", "epsilon": 1}}, "evaluate": PUBLIC}
     pool = ran(tmp_path / "pool", table(tmp_path / "pool", "44,f,d,well,train"), **both)
     assert [one["unit"] for one in pool["privacy"]] == ["client", "record"]
     assert all(one["does_not_cover"].endswith(words) for one in pool["privacy"])
     known = ran(tmp_path / "known", "digits", partition="iid", evaluate={"test": "last"})
-    assert "The test records of digits are taken to be public" in known["privacy"][0]["does_not_cover"]
+    assert "The test records of digits count as public" in known["privacy"][0]["does_not_cover"]
 
 
 def test_a_student_of_pate_is_not_measured_where_nothing_is_to_be(tmp_path):
@@ -146,7 +146,7 @@ def test_a_student_of_pate_is_not_measured_where_nothing_is_to_be(tmp_path):
     assert result["final_accuracy"] is None
     assert "confusion" not in result["measures"]
     assert (
-        "The public pool, the first test records: its records are taken to be public"
+        "The public pool, the first test records: its records are treated as public"
         in (result["privacy"][0]["does_not_cover"])
     )
 

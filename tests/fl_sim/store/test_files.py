@@ -114,7 +114,7 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -
         (errno.EROFS, "choose another place"),
         (errno.EACCES, "change its permissions"),
         (errno.ENOENT, "was deleted"),
-        (errno.ENOTDIR, "a file stands where a folder is needed"),
+        (errno.ENOTDIR, "there is a file where a folder is needed"),
         (errno.ELOOP, "link"),
     ],
 )

@@ -200,7 +200,7 @@ def test_a_state_that_cannot_be_written_is_an_error_with_the_cure(tmp_path: Path
     save_state(tmp_path, 0, 1, _state(1))
     (tmp_path / "states.bin").unlink()
     (tmp_path / "states.bin").mkdir()
-    with pytest.raises(RunError, match=r"states\.bin: a folder stands where a file is needed"):
+    with pytest.raises(RunError, match=r"states\.bin: there is a folder where a file is needed"):
         save_state(tmp_path, 0, 2, _state(2))
 
 

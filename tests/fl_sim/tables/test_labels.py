@@ -130,7 +130,7 @@ def test_values_that_differ_between_cells_are_all_told_in_the_order_of_the_cells
 def test_epochs_on_the_server_are_told_where_any_row_has_them() -> None:
     rows = [experiment_from({"preprocess": {"kind": "da-fl", "server_epochs": epochs}}) for epochs in (0, 3)]
     lines = caption(rows, {}, {}, has_bound=False)
-    assert [line for line in lines if "Epochs the server trains the first model on the pool: 0, 3." in line]
+    assert [line for line in lines if "The server trains the first model on the pool for 0, 3 epochs." in line]
 
 
 def test_numbers_of_features_and_epochs_of_a_calibration_are_told_apart() -> None:

@@ -358,7 +358,7 @@ def test_caption_states_the_setting() -> None:
         ({"partition": ["label-1", "label-11"]}, "cell .*partition=label-11.*only 10 classes"),
         ({"data": ["digitz"]}, "cell .*data=digitz.*did you mean 'digits'"),
         ({"model": ["niid-cnn"]}, "cell .*model=niid-cnn.*16x16"),
-        ({"base": {"device": "cpu", "local": {"precision": "tf32"}}}, "cell .*precision=tf32 changes nothing on a CPU"),
+        ({"base": {"device": "cpu", "local": {"precision": "tf32"}}}, "cell .*precision=tf32 has no effect on a CPU"),
         ({"rounds": [0]}, r"cell .*rounds = 0.*greater than or equal to 1"),
         ({"seed": []}, r"grid.seed = \[\]: give a list"),
         ({"seed": 3}, r"grid.seed = 3: give a list of one or more values, such as seed = \[3\]"),

@@ -314,8 +314,8 @@ def test_methods_under_privacy_are_searched_for_on_public_records_and_read_no_pr
     board = filled(chosen, tmp_path)
     assert {cell.experiment.data for cell in board.plan.cells} == {"digits"}
     told = (tmp_path / "table.md").read_text()
-    assert "public.npz, public records in place of the table's own" in told
-    assert "evaluated on its test records" in told
+    assert "public.npz in place of the table's data" in told
+    assert "trained and tested on the public data set" in told
 
 
 def test_a_public_data_set_that_would_train_another_model_is_refused(tmp_path: Path) -> None:

@@ -166,7 +166,8 @@ def test_of_a_batch_exactly_the_records_with_a_neuron_of_their_own_are_read_off_
     sent = told("inversion", tmp_path / "open", *options, "--imprint", "--model", "initial")
     assert sent["exact"] > len(alone)
     printed = CliRunner().invoke(app, ["attack", "inversion", str(tmp_path / "open"), *options]).stdout
-    assert "exact records, by their places among the client's records from 0: client 0: " in printed
+    head = "indices (from 0, among the client's own records) of the exactly reconstructed records"
+    assert f"{head}: client 0: " in printed
     finished(tmp_path / "private", model="2nn", **private())
     for more in ([], ["--imprint"]):
         found = told("inversion", tmp_path / "private", *options, "--records", "12", *more)
@@ -267,7 +268,7 @@ def test_what_leaves_no_client_is_not_attacked(tmp_path: Path) -> None:
     assert "train only on synthetic records" in refused("inversion", tmp_path / "synthetic")
     finished(tmp_path / "open")
     assert "no client of" in refused("inversion", tmp_path / "open", "--batch", "5000")
-    assert "--imprint is for the analytic method" in refused(
+    assert "--imprint is for the analytic method only" in refused(
         "inversion", tmp_path / "open", "--method", "optimise", "--imprint"
     )
     assert "the model has none there" in refused("inversion", tmp_path / "open", "--imprint")

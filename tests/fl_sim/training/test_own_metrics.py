@@ -151,7 +151,7 @@ def test_an_error_in_the_function_names_it_and_its_line(function: str, said: str
     [
         ("mine:CONSTANT", {}, "must name a function .*, not an object of type int"),
         ("mine:absent", {}, "evaluate.metrics 'mine:absent' cannot be imported"),
-        ("nowhere", {}, "evaluate.metrics 'nowhere' is no import path"),
+        ("nowhere", {}, "evaluate.metrics 'nowhere' is not an import path"),
         ("mine:seen", {"algorithm": "pate", "evaluate": {"clients": "none"}}, "metrics of a round's model.*no rounds"),
         ("mine:seen", {"evaluate": {"test": "never", "validation": 0.2}}, "evaluate.test=never uses none"),
     ],

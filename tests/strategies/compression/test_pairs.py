@@ -22,13 +22,13 @@ from strategies.global_dp import GlobalDP
 ON_AVERAGE = {"rand-k": "rand-k:0.3", "qsgd": "qsgd"}
 WITH_FEEDBACK = {"top-k": "top-k:0.3", "powersgd": "powersgd", "signsgd": "signsgd"}
 REFUSED = {
-    "ifca": "in a form of its own",
+    "ifca": "in a special format",
     "cfl": "lengths and directions of the updates",
     **dict.fromkeys(("depthfl", "heterofl", "fedrolex"), "models of one size"),
     "fedexp": "squared norm of the mean update",
     "flora": "multiplies the factors",
     "flexlora": "multiplies the factors",
-    "rolora": "other parameters in odd rounds",
+    "rolora": "factors B in odd rounds",
     "centralized": "send no updates",
     "pate": "send no updates",
     "tstr": "send no updates",

@@ -119,7 +119,7 @@ def test_people_get_lines_and_a_plot(tmp_path: Path) -> None:
     [
         (("global-dp", "--rounds", "5", "--noise-multiplier", "1"), "how are clients sampled"),
         (("global-dp", "--cohort", "5", "--rounds", "5", "--noise-multiplier", "1"), "how are clients sampled"),
-        (("dp-sgd", "--steps", "5", "--noise-multiplier", "1"), "how are records sampled"),
+        (("dp-sgd", "--steps", "5", "--noise-multiplier", "1"), "the sampling of records is not given"),
         ((*POISSON, "--cohort", "5", "--rounds", "5", "--noise-multiplier", "1"), "give one of them"),
         ((*POISSON, "--rounds", "5"), "--noise-multiplier and --epsilon are missing"),
         ((*POISSON, "--epsilon", "5"), "--noise-multiplier and --rounds are missing"),
@@ -208,7 +208,7 @@ def test_a_plan_with_noise_steps_and_epsilon_answers_with_delta() -> None:
     asked = json.loads(CliRunner().invoke(app, [*given, "--epsilon", str(plain["epsilon_pld"])]).stdout)
     assert asked["delta_at_target"] == pytest.approx(1e-5, rel=1e-3)
     whole = ("dp-sgd", "--sampling-rate", "1", "--noise-multiplier", "4", "--steps", "9", "--epsilon", "2")
-    assert "mu 0.75, exactly" in CliRunner().invoke(app, [*whole]).stdout
+    assert "mu 0.75 (exact, because no step samples units)" in CliRunner().invoke(app, [*whole]).stdout
 
 
 def test_local_dp_is_about_clients_whose_data_are_replaced() -> None:
@@ -240,7 +240,7 @@ def test_distributed_dp_finds_each_quantity_from_the_others() -> None:
     fewer = call(*DISTRIBUTED, "--rounds", "10", "--noise-multiplier", str(plan["noise_multiplier"] * 0.8**0.5))
     assert less == pytest.approx(fewer["epsilon"], rel=0.01)
     shown = CliRunner().invoke(app, [*DISTRIBUTED, "--rounds", "10", "--epsilon", "8", "--dropped", "20"]).stdout
-    for words in ("8,192 numbers of 16 bits, 16,384 bytes", "secure aggregation is", "if 20 drop out a round"):
+    for words in ("8,192 numbers of 16 bits, 16,384 bytes", "trusted: secure aggregation;", "if 20 drop out a round"):
         assert words in shown
 
 
@@ -274,7 +274,7 @@ def test_the_best_of_random_trials_costs_more_than_one_run_and_less_than_all_pub
     assert noisier["asked"] == "noise_multiplier"
     shown = CliRunner().invoke(app, [*asked, "--noise-multiplier", "1.3", "--distribution", "poisson"]).stdout
     assert "trials            20 on average, at most 31 with probability 0.99" in shown
-    assert "without a trial, a result that needs no data is published" in shown
+    assert "if the number of trials is 0, a result that uses no data is published" in shown
     assert "give one of --noise-multiplier and --epsilon" in refusal(*asked)
     assert "leave it out" in refusal(*asked, "--epsilon", "1", "--eta", "0", "--distribution", "poisson")
     often = ("selection", "--trials", "2", "--sampling-rate", "2", "--steps", "1")

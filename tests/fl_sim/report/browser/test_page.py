@@ -189,7 +189,7 @@ def test_what_all_rows_share_is_said_once(report, opened):
     assert "Model" not in table.locator("thead").inner_text()
     assert (
         page.locator(".common").first.inner_text()
-        == "In all rows: data digits; clients 10 (but for the upper bound); model mlp; status finished."
+        == "In all rows: data digits; clients 10 (except the upper bound); model mlp; status finished."
     )
 
 

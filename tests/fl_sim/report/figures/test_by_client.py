@@ -84,7 +84,7 @@ def test_sixteen_rows_with_many_clients_stay_legible_on_paper(readable) -> None:
     (picture,) = draw_clients([ClientFigure(SHARE, "digits Dir(0.1)", panels)])
     readable(picture)
     assert len(for_papers(picture)) == 2 * len(PAPER)
-    assert "worse off than alone" in picture.caption[0]
+    assert "worse than the model without federation" in picture.caption[0]
 
 
 def test_a_panel_has_the_share_below_the_line_and_both_axes_have_the_same_range() -> None:
@@ -95,6 +95,7 @@ def test_a_panel_has_the_share_below_the_line_and_both_axes_have_the_same_range(
     (axes,) = drawn.axes
     assert axes.get_xlim() == axes.get_ylim() == (80, 100)
     assert [text.get_text() for text in axes.texts] == ["33 % below"]
-    assert (drawn.get_supxlabel(), drawn.get_supylabel()) == (f"{SHARE}, trained alone (%)", f"{SHARE} (%)")
+    assert drawn.get_supxlabel() == f"{SHARE}, trained without federation (%)"
+    assert drawn.get_supylabel() == f"{SHARE} (%)"
     narrow = picture.draw(replace(PAPER[0], width=1.2))
     assert [text.get_text() for text in narrow.axes[0].texts] == ["33 %"]

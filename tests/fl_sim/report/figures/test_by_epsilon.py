@@ -149,7 +149,7 @@ def test_images_are_found_for_the_first_records_of_each_class_and_said_to_be_nob
     assert vectors[:, 0].tolist() == [0, 1, 0, 10, 11, 12]  # of client 1's class 2 the first three, not all nine
     assert "found for synthetic feature vectors" in picture.caption[2]
     assert "(mean distance divided by the vector's length: 0.25)" in picture.caption[2]
-    assert "no records of anybody, and cost no privacy" in picture.caption[3]
+    assert "not real records. They have no privacy cost" in picture.caption[3]
     assert "12 records" in picture.details[0]
 
 

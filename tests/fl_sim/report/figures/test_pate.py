@@ -103,7 +103,7 @@ def test_votes_that_cannot_be_read_are_named(tmp_path: Path, header: str) -> Non
     assert "its votes cannot be shown" in problems[0].error
 
 
-@pytest.mark.parametrize("axis", ["epsilon of ALL queries together", "epsilon of ONE query, 2 gamma"])
+@pytest.mark.parametrize("axis", ["epsilon of ALL queries together", "epsilon of ONE query = 2 gamma"])
 def test_axes_name_the_epsilon(axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(pate, "drawn", lambda draw, layout: seen.append(draw(layout).axes[0].get_xlabel()) or b"")

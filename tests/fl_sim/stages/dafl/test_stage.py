@@ -176,7 +176,7 @@ def test_global_dp_on_top_says_that_its_clients_are_not_hidden_in_the_pool(tmp_p
     result = run(_made("aggregator=global-dp", "aggregator.noise=seeded", "sampler=poisson:0.5"), tmp_path / "run")
     assert [statement["unit"] for statement in result["privacy"]] == ["client", "record"]
     assert "protected per record, not per client" in _statement(result, "client")["does_not_cover"]
-    assert "protected per client, by the other statement" in _statement(result, "record")["does_not_cover"]
+    assert "another statement covers its global models, per client" in _statement(result, "record")["does_not_cover"]
 
 
 def test_pool_and_private_rounds_together_cost_a_record_the_sum(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_pool_of_nothing_is_warned_of_before_the_first_round_with_what_helps(t
     assert [part["counts"] for part in result["preprocess"]["clients"]] == [(0,) * 10] * 10
     [warning] = [line for line in result["warnings"] if "released no" in line]
     assert warning.startswith("10 of 10 clients released no synthetic records; client 0: no class was selected")
-    assert "of which it holds about 100 records or more (preprocess.labels.epsilon=0.1, gamma=0.05)" in warning
+    assert "if it holds about 100 records of this class or more (preprocess.labels.epsilon=0.1, gamma=0.05)" in warning
     assert warning.endswith("take a larger preprocess.labels.epsilon, or fewer clients")
     assert heard.lines.index(warning) < heard.lines.index("round 1")
 
@@ -285,7 +285,7 @@ def test_classes_of_which_a_pool_has_no_record_are_warned_of(gamma: str, needed:
     [warning] = [line for line in result["warnings"] if line.startswith("the pool of ")]
     assert f"{counts.sum():,} synthetic records has none of {len(absent)} of 10 classes " in warning
     assert f"({', '.join(map(str, absent))}): models train only on it and never see these classes" in warning
-    assert f"about {needed} records or more (preprocess.labels.epsilon=0.1, gamma={gamma})" in warning
+    assert f"about {needed} records of this class or more (preprocess.labels.epsilon=0.1, gamma={gamma})" in warning
 
 
 def test_a_pool_of_all_classes_is_not_warned_of(tmp_path: Path) -> None:

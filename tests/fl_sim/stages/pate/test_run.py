@@ -135,7 +135,7 @@ def test_a_run_directory_holds_no_teacher_and_no_vote_unless_it_is_asked_to(tmp_
     assert (counts.sum(axis=1) == 6).all()
     assert 0 < private["epsilon_data_dependent"] <= result["privacy"][0]["epsilon"]
     assert len(private["teacher_accuracy"]) == 6
-    assert "keep_private was asked for" in result["privacy"][0]["does_not_cover"]
+    assert "have no noise, because of the setting keep_private" in result["privacy"][0]["does_not_cover"]
     for name in ("votes.npy", "private.json"):
         assert stat.S_IMODE((tmp_path / "private" / name).stat().st_mode) == 0o600
 

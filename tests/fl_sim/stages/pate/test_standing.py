@@ -65,7 +65,7 @@ def test_a_student_that_was_stopped_ends_in_the_same_bits(tmp_path: Path, kind: 
     torch.rand(3)  # whatever chance did meanwhile
     watch = Stop()
     result = run(experiment, tmp_path / "stopped", None, watch)
-    assert "the student goes on after epoch 3 of 4" in watch.said
+    assert "the student's training resumes after epoch 3 of 4" in watch.said
     assert watch.epochs == [1, 2, 3, 4]
     for name in (MODEL, ROUNDS, LEDGER):
         assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -89,7 +89,7 @@ def test_other_labels_begin_a_student_anew_and_say_so(tmp_path: Path) -> None:
     write_student(path, StudentCheckpoint("of other labels", standing.steps, standing.rounds), {"all": _Given(tensors)})
     watch = Stop()
     run(experiment, tmp_path / "run", None, watch)
-    assert "begins anew: labels or settings are not those" in watch.said
+    assert "training restarts: labels or settings differ from those" in watch.said
     assert watch.epochs == [1, 2, 3, 4]
     run(experiment, tmp_path / "fresh")
     assert _same(load_file(tmp_path / "run" / MODEL), load_file(tmp_path / "fresh" / MODEL))

@@ -209,7 +209,7 @@ def test_one_record_in_the_place_of_another_stays_with_its_teacher_wherever_that
     else:
         assert after != before
         assert statement["adjacency"] == Adjacency.ADD_OR_REMOVE_ONE
-        assert "How many records of each class there are" in statement["does_not_cover"]
+        assert "The number of records of each class is treated as public" in statement["does_not_cover"]
 
 
 def test_of_every_split_it_is_said_whichneighbours_it_keeps_apart():
@@ -223,7 +223,7 @@ def test_of_every_split_it_is_said_whichneighbours_it_keeps_apart():
         "LabelK": "add-or-remove-one", "Dirichlet": "add-or-remove-one", "Shards": "add-or-remove-one",
     }  # fmt: skip
     assert neighbours(Rotate(4, Dirichlet())) == neighbours(Dirichlet())  # the inner split decides
-    assert "Which groups of records there are" in neighbours(Natural())[1]
+    assert "The groups of records are treated as public" in neighbours(Natural())[1]
     assert "in each domain" in neighbours(Domain(Dirichlet()))[1]
     with pytest.raises(AssertionError, match="no adjacency is known"):
         neighbours(object())
