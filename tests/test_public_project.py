@@ -122,3 +122,12 @@ def test_the_release_script_looks_for_no_modules_on_the_path_of_its_caller(check
 def test_a_wrong_option_of_the_release_script_is_named(checkout: Path) -> None:
     done = subprocess.run([".ci/release", "--dry"], cwd=checkout, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "usage: .ci/release [--dry-run]\n")
+
+
+@pytest.mark.skipif(not (PROJECT / ".git").exists(), reason="not a checkout of git")
+def test_a_clone_without_the_history_is_as_small_as_contributing_says(tmp_path: Path) -> None:
+    said = re.search(r"`git clone --depth 1` downloads (\d+) MB", (PROJECT / "CONTRIBUTING.md").read_text())
+    subprocess.run(["git", "clone", "-q", "--bare", "--depth", "1", PROJECT.as_uri(), tmp_path / "clone"], check=True)
+    size = sum(path.stat().st_size for path in (tmp_path / "clone").rglob("*") if path.is_file())
+    assert said is not None
+    assert size < 1e6 * (int(said[1]) + 0.5)
