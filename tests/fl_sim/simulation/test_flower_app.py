@@ -144,12 +144,28 @@ def test_flowers_copy_holds_all_that_the_app_reads() -> None:
     assert [path for path in others if path.parent != page] == []
 
 
+def flwr_run(experiment: Path, out: Path, environment: dict[str, str]) -> str:
+    """Run an experiment of two clients by ``flwr run``, and return what it prints."""
+    command = [
+        "flwr", "run", str(PROJECT), "--stream",
+        "--federation-config", "num-supernodes=2 client-resources-num-cpus=2",
+        "-c", f'experiment="{experiment}" out="{out}"',
+    ]  # fmt: skip
+    log, tries = "Failed to start local SuperLink", 0
+    while "Failed to start local SuperLink" in log and tries < 4:  # flwr gives it 15 s, too few on a busy machine
+        done = subprocess.run(
+            command, env=environment, cwd=out.parent, capture_output=True, text=True, timeout=300, check=False
+        )
+        log, tries = done.stdout + done.stderr, tries + 1
+    return log
+
+
 @pytest.mark.cluster
 @pytest.mark.skipif(sys.platform == "win32", reason="Flower's local SuperLink is a POSIX daemon")
 def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(
     tmp_path: Path, flwr: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the measures of clients' own models, and metrics of the user's own, which clients compute."""
+    """Also the measures of clients' own models, metrics of the user's own, and records that move between clients."""
     (tmp_path / "users_metrics.py").write_text(METRIC)
     monkeypatch.syspath_prepend(tmp_path)
     flwr = {**flwr, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
@@ -157,15 +173,7 @@ def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(
     two = {**QUICK, "clients": 2, "calibrate": "ccvr", "compress": "top-k:0.2", "evaluate": evaluate}
     (tmp_path / "experiment.toml").write_text(tomli_w.dumps(two))
     out = tmp_path / "flower"
-    command = [
-        "flwr", "run", str(PROJECT), "--stream",
-        "--federation-config", "num-supernodes=2 client-resources-num-cpus=2",
-        "-c", f'experiment="{tmp_path / "experiment.toml"}" out="{out}"',
-    ]  # fmt: skip
-    log, tries = "Failed to start local SuperLink", 0
-    while "Failed to start local SuperLink" in log and tries < 4:  # flwr gives it 15 s, too few on a busy machine
-        done = subprocess.run(command, env=flwr, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-        log, tries = done.stdout + done.stderr, tries + 1
+    log = flwr_run(tmp_path / "experiment.toml", out, flwr)
     # flwr's exit code says nothing about the run, so what counts is what the run left.
     assert (read_result(out) or {}).get("status") == "finished", log
     run(experiment_from(two), tmp_path / "own", grid=InProcessGrid(client_app(), 2))
@@ -174,3 +182,11 @@ def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(
     assert result["engine"] == "flower"
     assert result["personal"] == own["personal"]
     assert result["personal"]["clients_with_metric"]["own_margin"] == 2
+
+    drift = {"kind": "drift", "over": "iid", "to": "label-2", "first_round": 1, "last_round": 3}
+    moving = {**QUICK, "clients": 2, "rounds": 3, "partition": drift}
+    (tmp_path / "moving.toml").write_text(tomli_w.dumps(moving))
+    log = flwr_run(tmp_path / "moving.toml", tmp_path / "moving-flower", flwr)
+    assert (read_result(tmp_path / "moving-flower") or {}).get("status") == "finished", log
+    run(experiment_from(moving), tmp_path / "moving-own", grid=InProcessGrid(client_app(), 2))
+    assert_same(tmp_path / "moving-flower", tmp_path / "moving-own")
