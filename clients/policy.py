@@ -167,8 +167,8 @@ class Policy:
     def _spent(self, charges: Sequence[Charge]) -> float:
         """Return the epsilon of ``charges``, the privacy costs in the ledger, at a fixed Renyi order.
 
-        The first charges in the ledger determine this order: all charges before the first one with a second noise key
-        (secret seed).
+        The first charges in the ledger determine this order: all charges up to the first one whose noise has another
+        secret key.
         """
         if not charges:
             return 0.0
@@ -237,8 +237,8 @@ def pay(
 
     ``releases``: the private outputs, as {name: privacy event}. The costs are written into the policy's privacy ledger,
     or into ``ledger`` if there is no policy. The noise is secret, and its key is stored in ``folder``. If a client is
-    killed before it has stored an output, it later computes the same output again. ``seeded``: for simulations only, a
-    text (seed, output and client) that determines the noise. It is empty for secret noise.
+    killed before it has stored an output, it later computes the same output again. ``seeded``: empty for secret noise.
+    In simulations it may be a text that names seed, output and client; the noise is then derived from this text.
     """
     for one in (folder.parent, folder):
         one.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -222,8 +222,8 @@ def _guards(client: Client, task: LocalTask) -> list[WriteGuard]:
     own |= {f"client state {name!r}": group for name, group in client.state.items()}
     guards = [client.broadcast.write_guard]
     if own:
-        # For fl-sim's own algorithms, no checksum is computed here: with a large pool it takes time for each client.
-        # Instead, fl_sim.testing.check has tested that these algorithms write to no argument.
+        # A checksum of all bits detects every change of an argument, but for a large pool it takes long. fl-sim's own
+        # algorithms need none, because fl_sim.testing.check has tested that they do not change their arguments.
         guards.append(WriteGuard.of(own, by_bits=is_own_kind(client.runtime.algorithm)))
     return guards
 

@@ -92,8 +92,8 @@ class DistributedDP(Settings):
         for name in ("preprocess", "calibrate"):
             if not is_none(value := getattr(experiment, name)):
                 raise ValueError(
-                    f"{name} {kind_of(value)} {what}: it also reads the clients' records, and no privacy "
-                    "statement covers both; leave one of these two settings out"
+                    f"{name} {kind_of(value)} {what}: {name} also reads the clients' records, and no privacy "
+                    f"statement covers both settings; leave {name} or the aggregator out"
                 )
         if not is_none(experiment.compress):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""FedVLS: distillation on a client's absent classes, and suppression of logits (Guo et al. 2025, eq. 3 to 6)."""
+"""FedVLS: distillation on a client's absent classes, and a penalty on logits (Guo et al. 2025, eq. 3 to 6)."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class SemiFL(PartlyLabelled):
 
 def _mixup(batch: Batch) -> torch.Tensor:
     """Return the mixup loss of each record, (n,): the cross-entropies with both labels, weighted by their shares."""
-    count = len(batch.labels)  # the stacked trainer tries the loss on one record (see LossTerm)
+    count = len(batch.labels)  # not the batch size: a stacked trainer also calls this for one record
     mixed, second, share = batch.data["mixed"][:count], batch.data["second"][:count], batch.data["share"]
     logits = batch.logits_of(batch.params, mixed)
     losses = [torch.nn.functional.cross_entropy(logits, one, reduction="none") for one in (batch.labels, second)]

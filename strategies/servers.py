@@ -248,6 +248,6 @@ class FedBuff(_Asynchronous):
 
 def _without_clock(chosen: str) -> str:
     return (
-        f"{chosen} needs a virtual clock, which only the setting devices creates: set devices, for example "
+        f"{chosen} needs a virtual clock, which only simulated devices have: set devices, for example "
         f"devices=log-normal, or leave {chosen} out"
     )

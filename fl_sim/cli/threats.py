@@ -101,7 +101,7 @@ def _show_approximation(
             f"before: {made['distance_before']:.3g}"
         )
     else:
-        say(f"distance to the model retrained without client {client}: unknown, as {exact} does not contain it")
+        say(f"distance to the model retrained without client {client}: unknown, because {exact} has no such model")
     say(f"{name} is an approximation without any guarantee that the records are forgotten: {made['out']}")
     say(f"{made['run']} still holds the model that was trained on these records: delete it if they must be forgotten")
 

@@ -56,7 +56,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     left_out = [f"{part} ({len(parts[part]):,} records)" for part in parts if part not in used]
     rest = f"its parts {', '.join(left_out)} are left out" if left_out else ""
     codes = [
-        f"codes of column {name!r} stand for {enumerated(names)}; other parts are matched by these names"
+        f"codes of column {name!r} stand for {enumerated(names)}; codes of other parts are translated by these names"
         for name in parts[train].column_names
         if (names := _names_in(parts[train], name))
     ]

@@ -129,7 +129,7 @@ def _of_texts(
             f"{foreign:,} characters of the records are outside the alphabet and count as one (data.alphabet)",
         )
         meaning += "; all other characters together are the last class and the last token"
-        read_off.append("that texts contain characters outside the alphabet (data.alphabet lists them)")
+        read_off.append("that texts contain characters outside the alphabet (data.alphabet lists the alphabet)")
     classes = (*map(repr, alphabet), *(["another character"] if foreign else []))
     width = train.inputs.shape[1]
     return Dataset(
@@ -245,7 +245,7 @@ def _of_numbers(user: str, file: Path, x: list[Any], y: list[Any], where: str) -
     if inputs.ndim != 2 or not np.isfinite(inputs).all():
         raise UserError(f"{where} has inputs that are no rows of finite numbers")
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise UserError(f"{where} has labels that are no whole numbers, one per record; other labels are not supported")
+        raise UserError(f"{where} needs one label per record, a whole number; its labels are different")
     is_image = inputs.shape[1] == FEMNIST_SIDE**2 and inputs.min() >= 0 and inputs.max() <= 1
     return _User(user, file, np.rint(255 * inputs).astype(np.uint8) if is_image else inputs, labels.astype(np.int64))
 

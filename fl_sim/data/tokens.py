@@ -268,8 +268,8 @@ def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArr
     """
     if not all(isinstance(character, str) and len(character) == 1 for character in characters):
         raise UserError(
-            f"{where} has texts as inputs and labels that are no single characters. For texts, only next-character "
-            "prediction (Shakespeare) is supported, not classes of texts (Sent140) or names of files (CelebA)"
+            f"{where} has texts as inputs, but its labels are not single characters. For texts only next-character "
+            "prediction is supported (Shakespeare), not classes of texts (Sent140) or file names as inputs (CelebA)"
         )
     return places_in("".join(map(str, characters)), alphabet)
 

@@ -59,8 +59,9 @@ class ClientBatching:
     ``handler``: a function that is called once in every process. It returns the batch handler: the function that trains
     the clients of a batch in that process. ``steps``: each client's number of minibatch steps in a round; the client ID
     is the index. ``stack``: the number of clients that are trained as one computation. If it is above 1, each batch is
-    one such stack. If it is 1, clients are added to a batch until their minibatch steps reach ``STEPS_AT_A_TIME`` and
-    ``least_steps``. ``least_steps``: the smallest number of minibatch steps for which a separate batch saves time.
+    one such stack. If it is 1, clients are added to a batch until the sum of their minibatch steps is at least
+    ``STEPS_AT_A_TIME`` and at least ``least_steps``. With fewer than ``least_steps`` steps, sending a separate batch
+    takes longer than it saves.
     ``most_clients``: the largest number of clients in a batch. This number limits the use of memory: the models of all
     clients of a batch are in memory at once.
     """

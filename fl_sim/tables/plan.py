@@ -440,7 +440,7 @@ def _places(plan: Plan, rows: Sequence[str], columns: Sequence[str]) -> list[lis
 
 
 def _left_out(plan: Plan) -> dict[str, str]:
-    """Return {label of a row, in the table or its heat maps: the row's settings that no other caption line states}."""
+    """Return {label of a row in the table or its heat maps: the row's settings that the caption does not state yet}."""
     groups, found = row_groups(plan.heat_maps), dict[str, dict[str, None]]()
     along = tuple(f"{one.columns}=" for one in plan.heat_maps)
     for row, left_out in plan.settings.items():

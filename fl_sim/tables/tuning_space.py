@@ -287,7 +287,8 @@ def _check_free(key: str, method: Method) -> None:
     for other in method.spanned:
         if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
             raise UserError(
-                f"row {method.row} sets {other} in the grid, and tune searches for {key}: leave one of them out"
+                f"row {method.row} sets {other} in the grid, but tune also searches for values of {key}: leave one of "
+                "them out"
             )
 
 

@@ -57,7 +57,7 @@ _MOST_NUMBERS: Final = 2**26
 _LENGTH: Final = 100.0
 """The value of a canary's only nonzero feature. The canary's gradient at a model of zeros has the norm 71."""
 _LEARNING_RATE: Final = 1e-4
-"""A small learning rate, so that the model stays close to zero, where the gradients are long."""
+"""A small learning rate, so that the parameters stay close to zero. There a canary's gradient has its largest norm."""
 
 
 def records(root: Path | None) -> Dataset:

@@ -255,7 +255,7 @@ class Labelling(Settings):
             )
 
     def certain_queries(self, num_queries: int, num_asked: int) -> int:
-        """Return the number of queries whose cost ``planned`` contains. This number does not depend on the votes."""
+        """Return the number of queries in the cost that the method ``planned`` returns, whatever the votes are."""
         return num_asked if self.mechanism.charges()[0] is None else num_queries
 
     def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:

@@ -53,7 +53,7 @@ def test_characters_outside_the_alphabet_are_one_more_class_and_token(tmp_path):
     assert found.train.inputs[1, 1:3].tolist() == [81, 81]
     assert (found.train.labels.tolist(), found.text_of(found.train.inputs[1])) == ([80, 54], "a\ufffd\ufffd")
     assert "3 characters of the records are outside the alphabet" in "; ".join(found.counted)
-    assert found.read_off[1] == "that texts contain characters outside the alphabet (data.alphabet lists them)"
+    assert found.read_off[1] == "that texts contain characters outside the alphabet (data.alphabet lists the alphabet)"
 
 
 def test_padding_behind_a_sequence_changes_no_bit_of_logits_and_no_gradient():
@@ -146,7 +146,7 @@ def test_the_model_of_sequences_takes_nothing_else():
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
-        (["abc", "abd"], ["ab", "c"], "labels that are no single characters"),
+        (["abc", "abd"], ["ab", "c"], "its labels are not single characters"),
         (["abc", ""], ["a", "b"], "others are empty or no texts"),
         ([["1", "text"], ["2", "text"]], [0, 1], r"lists with texts as inputs \(Sent140\)"),
         (["1.jpg", "2.jpg"], [0, 1], r"classes of texts \(Sent140\) or names of files \(CelebA\)"),

@@ -129,10 +129,10 @@ def _backward(clients: Sequence[ClientPairs], sizes: Sequence[int]) -> "list[_Li
 
 
 class _LinearGradients:
-    """The float64 gradients of one linear layer for every pair of all clients.
+    """The float64 gradients of one linear layer: one gradient for each pair of a real and a synthetic record.
 
-    ``entered``: the input rows of each client's layer. ``errors``: the derivatives of the loss with respect to the
-    layer's outputs; the rows of all clients are concatenated.
+    ``entered``: for each client, the inputs of the layer, one row per record. ``errors``: the derivatives of the loss
+    with respect to the layer's outputs; the rows of all clients are concatenated.
     """
 
     def __init__(self, entered: Sequence[torch.Tensor], errors: torch.Tensor, *, has_bias: bool) -> None:

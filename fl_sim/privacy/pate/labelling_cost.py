@@ -383,7 +383,7 @@ def valid_counts(counts: NDArray[np.generic]) -> Counts:
             "every query, so all rows add up to the number of teachers"
         )
     if totals[0] == 0:
-        raise UserError("the votes add up to 0 teachers: give at least one")
+        raise UserError("all vote counts are 0: give the votes of at least one teacher")
     return checked
 
 

@@ -184,7 +184,9 @@ def test_a_space_for_no_method_of_the_table_is_refused_with_a_guess() -> None:
 )
 def test_what_the_grid_varies_is_not_tuned_as_well(spanned: str, key: str) -> None:
     method = Method("FedProx", "fedprox", frozenset({spanned}))
-    with pytest.raises(UserError, match=f"row FedProx sets {spanned} in the grid, and tune searches for {key}"):
+    with pytest.raises(
+        UserError, match=f"row FedProx sets {spanned} in the grid, but tune also searches for values of {key}"
+    ):
         spaces(Tune(space={key: [1]}), [method], ())
     assert spaces(Tune(space={"algorithm.music": [1]}), [method], ())
 

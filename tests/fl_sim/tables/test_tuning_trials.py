@@ -105,7 +105,7 @@ def test_own_test_records_are_public_where_a_private_trial_is_judged_by_them_and
 
 def test_what_a_row_sets_beside_the_defaults_is_not_searched_for_and_its_defaults_are() -> None:
     for algorithm, key in (("fedprox:2", "algorithm.mu"), ({"kind": "fedprox", "mu": 0.5}, "algorithm.mu")):
-        with pytest.raises(UserError, match=f"sets algorithm.* and tune searches for {key}"):
+        with pytest.raises(UserError, match=f"sets algorithm.* but tune also searches for values of {key}"):
             searches(settings(grid={"algorithm": [algorithm]}, space={key: [0.1, 1.0]}))
     (search,) = searches(settings(grid={"algorithm": ["fedprox"]}, space={"algorithm.mu": [0.1, 1.0]}))
     assert [*search.space] == ["algorithm.mu"]

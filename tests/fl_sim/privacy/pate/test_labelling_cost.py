@@ -240,7 +240,7 @@ def test_threshold_bounds_are_above_the_exact_worst_neighbour(top: int) -> None:
         (np.array([[1.0, 2.0], [0.0, np.nan], [np.nan, 0.0]]), "NaN in row 1"),
         (np.array([[1, 2], [2**31 + 1, 2]]), "row 1 of the votes holds"),
         (np.ones((2, 2, 2), dtype=int), "shape"),
-        (np.zeros((2, 2), dtype=int), "0 teachers"),
+        (np.zeros((2, 2), dtype=int), "all vote counts are 0"),
     ],
 )
 def test_what_is_no_vote_is_refused(votes: np.ndarray, said: str) -> None:
