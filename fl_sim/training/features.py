@@ -198,7 +198,7 @@ def num_features(model: nn.Module, input_shape: tuple[int, ...], rebuilt_by: str
     if not trainable(head) or alone is None or not torch.allclose(alone, logits):
         cure = "set self.head to the model's last linear layer, or set another calibrate, preprocess or algorithm"
         if rebuilt_by:
-            cure = f"algorithm {rebuilt_by} made this model: leave calibrate and preprocess out, or change algorithm"
+            cure = f"algorithm {rebuilt_by} made this model, so leave calibrate and preprocess out, or change algorithm"
         raise UserError(
             f"the method needs a head that computes the logits from features (n, d) and has trainable weights, but the "
             f"head of {type(model).__name__} does not, or is frozen: {cure}"

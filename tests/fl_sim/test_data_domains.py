@@ -104,7 +104,7 @@ def test_names_of_domains(both: str) -> None:
     assert data_label("domains:mnist+digits") == "MNIST + digits"
     assert data_label(name).startswith("MNIST + digits [")
     assert tuned_on("domains:mnist+cifar100+digits").count("by this project: ") == 2
-    assert "on training records of digits by this project: how many" in tuned_on("domains:mnist+digits")
+    assert "on training records of digits by this project: the number of" in tuned_on("domains:mnist+digits")
 
 
 def test_digests_cover_every_part(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_images_are_scored_one_by_one():
 def test_an_unknown_name_is_refused_with_the_names_there_are():
     guess = r"\(did you mean 'niid-cnn'\?\)"
     ours = "niid-cnn, niid-mlp, dafl-cnn, mlp, 2nn, logistic, resnet, random-features, gru, lstm, transformer, decoder"
-    choose = f"unknown model 'niid_cnn' {guess}; choose one of {ours}, or give"
+    choose = f"unknown model 'niid_cnn' {guess}; choose one of {ours}, or your own function"
     with pytest.raises(UserError, match=choose):
         models.build("niid_cnn", DIGITS, 4, seed=0)
 

@@ -149,7 +149,7 @@ def test_the_model_of_sequences_takes_nothing_else():
         (["abc", "abd"], ["ab", "c"], "its labels are not single characters"),
         (["abc", ""], ["a", "b"], "others are empty or no texts"),
         ([["1", "text"], ["2", "text"]], [0, 1], r"lists with texts as inputs \(Sent140\)"),
-        (["1.jpg", "2.jpg"], [0, 1], r"classes of texts \(Sent140\) or names of files \(CelebA\)"),
+        (["1.jpg", "2.jpg"], [0, 1], r"classes of texts \(Sent140\) or file names as inputs \(CelebA\)"),
     ],
 )
 def test_other_texts_are_refused_with_the_user(tmp_path, x, y, message):

@@ -137,7 +137,7 @@ def test_a_head_that_diverges_names_the_learning_rate() -> None:
     ("more", "said"),
     [
         ({"aggregator": "global-dp"}, "global-dp, which protects all records of a client"),
-        ({"algorithm": "centralized"}, "clients train together, and algorithm centralized has no such"),
+        ({"algorithm": "centralized"}, "clients train together, but algorithm centralized has no such"),
         ({"algorithm": "pate"}, "pate cannot run with calibrate ccvr"),
         ({"attack": "label-flip:2"}, "one hostile client could change the sum"),
         ({"preprocess": {"kind": "da-fl", "train_on": "synthetic"}}, "only synthetic records leave the clients"),

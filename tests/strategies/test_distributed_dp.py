@@ -177,7 +177,7 @@ class Changed(DistributedDP):
         ({"algorithm": "cfl"}, "under aggregator distributed-dp: the server compares"),
         ({"algorithm": "local-only"}, "aggregator distributed-dp clips nothing"),
         ({"algorithm": "centralized"}, "one client"),
-        ({"algorithm": {"kind": "scaffold", "variant": "niid-bench"}}, "under aggregator distributed-dp every client"),
+        ({"algorithm": {"kind": "scaffold", "variant": "niid-bench"}}, "under aggregator distributed-dp all clients"),
         ({"preprocess": "da-fl"}, "preprocess da-fl cannot run under aggregator distributed-dp"),
         ({"calibrate": "ccvr"}, "calibrate ccvr cannot run under aggregator distributed-dp"),
         ({"compress": "rand-k"}, "compressed messages cannot be summed modulo"),

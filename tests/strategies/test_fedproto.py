@@ -82,5 +82,5 @@ def test_a_pull_is_the_mean_over_features_and_the_sum_d_times_as_strong(federati
 def test_sums_of_features_have_the_shape_of_the_last_layer() -> None:
     params = dict(model().named_parameters())
     assert payload_template(FedProto(), FedProto().init(params))["features"]["sums"].shape == (3, 2)
-    with pytest.raises(UserError, match=r"last linear layer.* no linear layer: take another"):
+    with pytest.raises(UserError, match=r"last linear layer.* no linear layer: use another"):
         FedProto().init({"bias": torch.zeros(3)})

@@ -96,7 +96,7 @@ def test_another_data_set_may_be_the_servers(tmp_path: Path) -> None:
     vectors = {"x_train": np.zeros((9, 4), np.float32), "x_test": np.zeros((3, 4), np.float32)}
     np.savez(tmp_path / "vectors.npz", **vectors, y_train=np.arange(9) % 3, y_test=np.arange(3))
     other = {**given, "aggregator": {"kind": "fltrust", "records": f"npz:{tmp_path}/vectors.npz"}}
-    with pytest.raises(UserError, match=r"aggregator.records=npz:.* has float32 records of shape .*the same form"):
+    with pytest.raises(UserError, match=r"aggregator.records=npz:.* has float32 records of shape .*the same shape"):
         fl_sim.run(other, out=tmp_path / "other", progress=False)
 
 

@@ -88,9 +88,9 @@ def test_the_plan_has_the_bytes_of_the_messages_and_the_work_of_each_architectur
         ({"algorithm": "local-only", "attack": "label-flip"}, "attack=label-flip .*leave"),
         ({"algorithm": "local-only", "model": {"name": "mlp,2nn", "others": ["mlp"]}}, "in one place"),
         ({"algorithm": "local-only", "model": "mlp,lenet"}, "unknown model 'lenet'"),
-        ({"algorithm": "fedgh"}, "exchanges 'head'.*100.*mlp.*200.*2nn; take"),
-        ({"algorithm": "fedproto-local", "model": "mlp,logistic"}, "exchanges 'prototypes'.*take"),
-        ({"algorithm": "local-only", "model": "mlp,random-features"}, "random-features has a frozen body.*take"),
+        ({"algorithm": "fedgh"}, "exchanges 'head'.*100.*mlp.*200.*2nn; choose models"),
+        ({"algorithm": "fedproto-local", "model": "mlp,logistic"}, "exchanges 'prototypes'.*; choose models"),
+        ({"algorithm": "local-only", "model": "mlp,random-features"}, "random-features has a frozen body.*choose"),
     ],
 )
 def test_what_needs_one_architecture_is_refused(settings: Any, reason: str) -> None:

@@ -104,7 +104,7 @@ ORDER, PARTNERS = lesson().draws.order, lesson().draws.partners
 WRONG: dict[str, tuple[Callable[[KernelJob], KernelJob], str]] = {
     "no weights": (with_params(lambda _: {}), r"the weights do not fit the model: 0\.weight is missing"),
     "a weight less": (with_params(lambda had: changed(had, "8.bias", None)), r"8\.bias is missing"),
-    "a weight more": (with_params(lambda had: changed(had, "9.bias", torch.zeros(1))), r"it has no 9\.bias"),
+    "a weight more": (with_params(lambda had: changed(had, "9.bias", torch.zeros(1))), r"the model has no 9\.bias"),
     "a smaller weight": (
         with_params(lambda had: changed(had, "8.weight", torch.zeros(1, 4))), r"has the shape \(1, 4\), not \(3, 4\)"
     ),

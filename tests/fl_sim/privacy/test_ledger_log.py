@@ -149,7 +149,7 @@ def test_a_well_chained_line_with_a_further_value_is_refused(path: Path) -> None
     value = json.loads(lines_of(path)[1]) | {"release": "round 2", "more": 1}
     with path.open("ab") as file:
         file.write(edited(json.dumps(value).encode(), chain=_digest(log._digests, value)))
-    with pytest.raises(RunError, match="line 3: it does not follow"):
+    with pytest.raises(RunError, match="line 3: its digest does not match"):
         Ledger(TERMS, path)
 
 
@@ -177,8 +177,8 @@ def test_epsilon_in_the_log_is_not_believed(path: Path) -> None:
         (b'{"ledger": 3, "id": "0123456789abcdef", "terms": {}}\n', "line 1: it is not the first line"),
         (b'{"ledger": 2, "id": "", "terms": {}}\n', "line 1: it is not the first line"),
         (b'{"ledger": 2, "id": "0123456789abcdef", "terms": {}, "more": 1}\n', "line 1: it is not the first line"),
-        (b"[]\n", "line 1: it is not as this program"),
-        (b"not a ledger, and without an end", "line 1: it is not as this program"),
+        (b"[]\n", "line 1: it does not have the format of a charge log"),
+        (b"not a ledger, and without an end", "line 1: it does not have the format of a charge log"),
         (b"\xff\xfe\n", "line 1: it is not JSON"),
         (b'{"ledger": 2, "id": "0123456789abcdef", "terms": {}}\n', "opened under"),
     ],

@@ -92,7 +92,7 @@ def test_the_first_round_of_another_learning_rate_is_the_one_that_is_told(tmp_pa
     done = [
         RoundRecord(number, 0.5, 1.0, None, None, 10, earlier.local.rate_in(number, 3), 0.1) for number in (1, 2, 3)
     ]
-    with pytest.raises(UserError, match=r"round 2 .*0.0075 with rounds=3, .* 0.00904508"):
+    with pytest.raises(UserError, match=r"round 2 .*0.0075 with rounds=3 .* 0.00904508"):
         resuming.check_extension(longer, tmp_path, earlier, done)
 
 

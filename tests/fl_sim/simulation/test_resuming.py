@@ -305,7 +305,7 @@ def test_a_move_that_was_cut_short_leaves_no_run_that_would_be_cleared(
 
 def test_a_run_is_repeated_with_its_own_number_of_rounds_and_what_is_none_stays(tmp_path: Path) -> None:
     run(quick(), tmp_path / "run")
-    with pytest.raises(UserError, match=r"with rounds=2, not 3: choose another --out"):
+    with pytest.raises(UserError, match=r"with its rounds=2, not 3: choose another --out"):
         set_aside(quick(rounds=3), tmp_path / "run")
     assert set_aside(quick(), tmp_path / "nothing") is None
     (tmp_path / "letters").mkdir()

@@ -178,7 +178,7 @@ def test_ray_trains_the_same_part(tmp_path: Path) -> None:
         (["model.trainable=1", "local.personal=head"], r"local.personal=head needs a trainable head"),
         (["local.personal=1.weight"], r"local.personal names 1\.weight, and the model trains 5\.weight, 5\.bias"),
         (["algorithm=fedrep"], r"all trained parameters \(5\.weight, 5\.bias\) belong to the head: train a part of"),
-        (["algorithm=fedper"], r"model\.trainable=last:2 .* algorithm=local-only, where each client trains a head of"),
+        (["algorithm=fedper"], r"model\.trainable=last:2 .* algorithm=local-only, where each client trains its own"),
         (["algorithm=pate"], r"model.trainable=head cannot run with algorithm pate"),
         (["algorithm=fedrod", "model.trainable=lora"], r"fedrod adds the outputs of two heads, .*adapters"),
     ],

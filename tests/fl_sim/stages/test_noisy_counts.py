@@ -139,7 +139,7 @@ def test_noise_is_found_from_epsilon_and_a_larger_cost_is_refused(tmp_path: Path
     of_steps, counts = result["privacy"]
     assert 2.9 < counts["epsilon_rdp"] <= 3.0
     assert of_steps["epsilon"] <= 3.0
-    with pytest.raises(UserError, match=r"count_noise=1 allows 0 measurements .* and the run has 2: take a larger"):
+    with pytest.raises(UserError, match=r"count_noise=1 allows 0 measurements .* and the run has 2: set a larger"):
         ran(tmp_path / "dear", privacy, evaluate={**POOLED, "count_noise": 1.0})
 
 

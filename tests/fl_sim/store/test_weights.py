@@ -84,8 +84,8 @@ def test_pickled_objects_are_refused_and_their_code_does_not_run(tmp_path: Path,
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "holds no"),
-        (b"weights", "holds"),
+        (b"", "has no weights"),
+        (b"weights", "contains"),
         (b"\x10\0\0\0\0\0\0\0{'a': damaged     ", "no safetensors file, or is damaged"),
         ({}, "an empty table"),
         ([torch.zeros(2)], "list, not tensors by name"),

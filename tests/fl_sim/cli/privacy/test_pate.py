@@ -157,7 +157,7 @@ def test_files_that_hold_no_votes_are_refused(tmp_path: Path) -> None:
     assert "no .npy file of numbers" in refusal(tmp_path / "counts.npz", *GNMAX)
     assert "no .npy file of numbers" in refusal(tmp_path, *GNMAX)
     for wrong, said in (
-        (np.array([[1, -1]]), "holds [1, -1]"),
+        (np.array([[1, -1]]), "row 0 of the votes is [1, -1]"),
         (np.array([[1.0, 2.0]]), "float64"),
         (np.array([[1.0, np.nan]]), "NaN"),
         (np.array([[1, 2], [2, 2]]), "adds up to 3 and row 1 to 4"),

@@ -278,7 +278,7 @@ def test_a_published_cost_is_a_statement_of_its_own(tmp_path: Path) -> None:
     assert both["covers"].startswith("The labels, all results that are computed from the labels, and")
     assert both["epsilon"] > labels["epsilon"]  # fixed beforehand, and the figure costs something as well
     assert both["epsilon_data_dependent"] == both["published"]["epsilon"]
-    assert "no guarantee" in both["guarantee"]
+    assert "not a guarantee" in both["guarantee"]
     again = run(clear, tmp_path / "again")
     assert again["privacy"][1] == both  # not a second release
     (published,) = (tmp_path / ".pools").glob("*/labels-*/published.json")
