@@ -142,7 +142,7 @@ def released(tables: Sequence[Array], noise_multiplier: float, noise: Noise, pur
     if not std:
         return list(tables), 0.0
     if grid_spacing(std) > 1:
-        raise UserError(f"the noise on every count has a standard deviation of {std:g} records: give a larger epsilon")
+        raise UserError(f"the noise on every count has a standard deviation of {std:g} records: set a larger epsilon")
     exact = np.concatenate([table.ravel() for table in tables])
     drawn = noise.gaussian(exact.size, std, purpose=f"marginals: {purpose}", server_round=1)
     parts = np.split(add_noise(exact, std, drawn), np.cumsum([table.size for table in tables])[:-1])

@@ -164,7 +164,7 @@ class DaFl(Settings):
         left = self.epsilon - used
         if left <= 0:
             raise UserError(
-                f"preprocess.epsilon = {self.epsilon:g} is used up by the labels ({used:g}): give a larger epsilon, "
+                f"preprocess.epsilon = {self.epsilon:g} is used up by the labels ({used:g}): set a larger epsilon, "
                 "or a smaller preprocess.labels.epsilon"
             )
         return left

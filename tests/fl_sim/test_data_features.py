@@ -131,7 +131,7 @@ def test_a_damaged_file_is_made_again_in_words(damage, root: Path, capsys: pytes
 
 def test_where_nothing_can_be_written_it_is_said(root: Path) -> None:
     root.write_text("no folder")
-    with pytest.raises(RunError, match="where a folder is needed"):
+    with pytest.raises(RunError, match="there is a file where a folder is needed"):
         as_features(images(), "scattering", "records")
 
 
