@@ -83,6 +83,17 @@ def install_package(
     forget()
 
 
+@pytest.fixture(scope="module")
+def one_ray() -> Iterator[None]:
+    """One Ray for all tests of a file that ask for it; the engine joins it and leaves it running."""
+    start = pytest.importorskip("fl_sim.engines.ray_start")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # they would lack the import path that actors get
+        start.start_or_join(start.RayResources(actors=2), 2)
+        yield
+        start.stop_or_leave()
+
+
 choose_token()  # for tests that start a Ray of their own, before any test imports Ray
 
 LONGEST = (
@@ -121,10 +132,13 @@ COVERED_ELSEWHERE = (
     "fl_sim/simulation/test_measuring.py", "fl_sim/simulation/test_run.py", "fl_sim/simulation/test_two_worlds.py",
     "fl_sim/stages/dafl/test_stage.py", "fl_sim/training/test_stacked_step.py",
     "fl_sim/training/test_trainer.py", "partitions/test_scheme.py", "strategies/compression/test_compressors.py",
-    "strategies/compression/test_runs.py", "strategies/pate/test_student.py",
-    "strategies/test_algorithm.py", "strategies/test_feddyn.py", "strategies/test_global_dp.py",
+    "strategies/compression/test_pairs.py", "strategies/compression/test_runs.py", "strategies/pate/test_labelling.py",
+    "strategies/pate/test_student.py", "strategies/test_algorithm.py", "strategies/test_cfl.py",
+    "strategies/test_correlated_noise.py", "strategies/test_distributed_dp.py", "strategies/test_dp_sgd.py",
+    "strategies/test_fairness.py", "strategies/test_feddyn.py", "strategies/test_global_dp.py",
+    "strategies/test_personal_laws.py", "strategies/test_personal_steps.py",
 )  # fmt: skip
-"""Files that alone go through half a percent of the code, and take a third of the time that measuring costs."""
+"""Files that alone go through little of the code, and take much of the time that measuring costs."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not selected

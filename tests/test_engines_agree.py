@@ -87,17 +87,6 @@ def alone(folder: Path) -> dict[str, Path]:
     return {algorithm: folder / algorithm for algorithm in SAMPLERS}
 
 
-@pytest.fixture(scope="module")
-def one_ray() -> Iterator[None]:
-    """One Ray for all tests of this file; the engine joins it and leaves it running."""
-    start = pytest.importorskip("fl_sim.engines.ray_start")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_prestart_worker_first_driver", "0")  # they would lack the import path that actors get
-        start.start_or_join(start.RayResources(actors=2), 2)
-        yield
-        start.stop_or_leave()
-
-
 def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 

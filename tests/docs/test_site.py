@@ -2,14 +2,11 @@
 
 import html
 import inspect
-import os
 import re
 import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from clients.train import Train
 from fl_sim.experiment.experiment import experiment_from, with_overrides
@@ -20,30 +17,6 @@ from strategies.flower import run_round
 PROJECT = Path(__file__).parents[2]
 PARTS = ("docs", "examples", "benchmarks", "fl_sim", "strategies", "clients", "partitions")
 """What the site is made of."""
-
-
-def build(project: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "-f",
-        str(project / "docs/site/mkdocs.yml"),
-        "-d",
-        str(out),
-    ]
-    return subprocess.run(command, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
-                          timeout=60, check=False)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("site")
-    done = build(PROJECT, out)
-    assert done.returncode == 0, done.stderr
-    return out
 
 
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
@@ -62,7 +35,9 @@ def test_what_a_page_of_the_repository_links_to_is_a_page_of_the_site(site: Path
     assert "source/examples/feddyn.py.html" in (site / "adding/algorithm.html").read_text()
 
 
-def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
+def test_a_link_that_leads_nowhere_is_an_error(
+    build_site: Callable[[Path, Path], subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     links = ["nowhere.md", "tables.md#nowhere", "../examples/nowhere.py", "/tables.md"]
     for part in PARTS:
         if part != "docs":
@@ -72,7 +47,7 @@ def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "docs/index.md").write_text("# A page\n\n" + " ".join(f"[a link]({link})" for link in links))
     settings = tmp_path / "docs/site/mkdocs.yml"
     settings.write_text(settings.read_text().partition("\nnav:")[0])
-    done = build(tmp_path, tmp_path / "out")
+    done = build_site(tmp_path, tmp_path / "out")
     assert done.returncode == 1
     assert [link for link in links if link not in done.stderr] == []
 

@@ -1,14 +1,9 @@
 """The site in a real Chromium, from files: no network is asked for anything, the search finds, and it fits a phone."""
 
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PAGES = ["index", "quickstart", "concepts", "settings", "commands", "faq", "notebooks/first_table", "tutorials/da-fl"]
 
@@ -16,14 +11,6 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium"),
 ]
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-f", PROJECT / "docs/site/mkdocs.yml", "-d", out]
-    subprocess.run(command, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, timeout=60, check=True)
-    return out
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,7 @@ def test_plug_ins_of_four_seams_go_on_to_the_same_bits_after_a_resume(name: str,
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("name", OWN_PARTS)
-def test_plug_ins_of_four_seams_end_in_the_same_bits_on_ray(name: str, tmp_path: Path) -> None:
+def test_plug_ins_of_four_seams_end_in_the_same_bits_on_ray(name: str, one_ray: None, tmp_path: Path) -> None:
     here = _small(name, tmp_path / "here")
     there = _small(name, tmp_path / "there", engine={"kind": "ray", "actors": 2})
     one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in ("here", "there"))
