@@ -111,7 +111,7 @@ def show_partition(given: RunArguments, plot: Path | None, data_root: Path | Non
     """
     with importing():
         from fl_sim.cli.run import parse_experiment  # noqa: PLC0415 (slow, only here)
-        from fl_sim.experiment.job import moving_of, shards_of  # noqa: PLC0415
+        from fl_sim.experiment.shards import moving_of, shards_of  # noqa: PLC0415
         from fl_sim.report.figures.partition import draw_partition  # noqa: PLC0415
         from fl_sim.tables.labels import label  # noqa: PLC0415
 

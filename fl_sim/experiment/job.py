@@ -4,7 +4,9 @@ Each process makes one job.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,16 +22,16 @@ from fl_sim.data import load
 from fl_sim.data.naming import is_own, parts_of, refused_if_private, without_settings
 from fl_sim.errors import UserError
 from fl_sim.experiment import own_tests
+from fl_sim.experiment.device import device_of, has_gpus_elsewhere, precision_of
 from fl_sim.experiment.experiment import Experiment, changed
-from fl_sim.experiment.fixed_shards import has_moving_shards
 from fl_sim.experiment.frozen_body import FrozenBody, body_of
-from fl_sim.experiment.groups import Auto, Ray, held_out
+from fl_sim.experiment.groups import held_out
+from fl_sim.experiment.shards import dealt_shards, moving_shards, server_records, without_forgotten, without_left_out
 from fl_sim.foreign_models import source_of
-from fl_sim.kinds import Computing, Sealing, SettingAside, is_none, is_own_kind, kind_of, path_in
+from fl_sim.kinds import Computing, Sealing, is_none, is_own_kind, kind_of, path_in
 from fl_sim.native.kernel import load_kernel
-from fl_sim.own_code import in_one_line
 from fl_sim.params import copied, fixed_in
-from fl_sim.seeding import rng, seed_torch, seeded_alone, torch_alone
+from fl_sim.seeding import seed_torch, torch_alone
 from fl_sim.store.tensors import read_by_content
 from fl_sim.store.weights import Placed, place, read_weights, records_of
 from fl_sim.trained_part import TrainedPart, train_alone, whole
@@ -39,18 +41,14 @@ from fl_sim.training.records import Source
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Examples, Params, Precision
 from partitions import (
-    ByGroup,
-    ByLabels,
-    ByRound,
     EvaluationSkew,
     FeatureSkew,
     MovingParts,
     Parts,
     RecordSkew,
-    Scheme,
     WithinSources,
 )
-from strategies.algorithm import Bounded, Dealing, PartialTraining, Pooling, Rebuilding, num_further_outputs
+from strategies.algorithm import Bounded, PartialTraining, Pooling, Rebuilding, num_further_outputs
 
 
 @runtime_checkable
@@ -341,10 +339,10 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     experiment = _resolved(experiment, dataset)
     if pooled := experiment.evaluate.pooled_share:
         dataset = own_tests.merged(dataset)
-    moving = _moving(experiment, dataset)
-    dealt = _shards(experiment, dataset) if moving is None else moving.first
-    shards = _without_some(experiment, _without(experiment.forgotten, dealt))
-    own, weights = _set_aside(experiment, dataset), _weights(experiment)
+    moving = moving_shards(experiment, dataset)
+    dealt = dealt_shards(experiment, dataset) if moving is None else moving.first
+    shards = without_left_out(experiment, without_forgotten(experiment.forgotten, dealt))
+    own, weights = server_records(experiment, dataset), start_weights(experiment)
     shards = shards.where(~np.isin(shards.records, own)) if len(own) else shards
     aside = dataset.train.take(own) if len(own) else None
     job = Job(
@@ -412,21 +410,6 @@ def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
     return _resolved(experiment, load(experiment.data, data_root, experiment.features))
 
 
-def shards_of(dataset: Dataset, scheme: Scheme, num_clients: int, seed: int) -> Parts:
-    """Return the indices of each client's training records. Raises UserError for an impossible partition."""
-    return _split(dataset, np.arange(len(dataset.train)), scheme, num_clients, seed)
-
-
-def device_of(experiment: Experiment) -> torch.device:
-    """Return the device of this process. Raises UserError if the settings require a GPU and none is visible."""
-    if experiment.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "device=cuda, but this process sees no CUDA device: set device=cpu, or use the GPUs of a Ray cluster by "
-            "engine=ray engine.gpus=1"
-        )
-    return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
 def check_precision(job: Job) -> None:
     """Raise UserError if this process does not support the precision of training.
 
@@ -434,32 +417,6 @@ def check_precision(job: Job) -> None:
     """
     if not has_gpus_elsewhere(job.experiment):
         precision_of(job.experiment, job.device)
-
-
-def has_gpus_elsewhere(experiment: Experiment) -> bool:
-    """Return True if clients train in Ray actors with GPUs. This process may not see these GPUs."""
-    return isinstance(experiment.engine, Ray) and bool(experiment.engine.gpus)
-
-
-def precision_of(experiment: Experiment, device: torch.device) -> Precision:
-    """Return the precision of training on ``device``. Raises UserError if ``device`` does not support it."""
-    precision, engine = experiment.local.precision, experiment.engine
-    stacked = not isinstance(engine, Auto) and engine.stack > 1
-    if precision == "float32" or (precision == "bfloat16" and stacked):
-        return precision
-    if device.type == "cpu" and precision == "bfloat16":
-        kernel, why_not = load_kernel()
-        if kernel is not None and kernel.has_bfloat16:
-            return precision
-        why = "this processor has no avx512_bf16" if kernel is not None else f"no native trainer is here: {why_not}"
-        raise UserError(
-            "local.precision=bfloat16 needs the native trainer and a processor that multiplies bfloat16 numbers, "
-            f"and {why}; leave it out"
-        )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        return precision
-    where = "a CPU" if device.type == "cpu" else "a GPU older than NVIDIA's Ampere"
-    raise UserError(f"local.precision={precision} has no effect on {where}: leave it out, or train on a newer GPU")
 
 
 def _scaled(dataset: Dataset, normalise: str) -> Dataset:
@@ -501,7 +458,7 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
     return changed(experiment, **filled)
 
 
-def _weights(experiment: Experiment) -> Params:
+def start_weights(experiment: Experiment) -> Params:
     """Return the tensors from which the experiment's model starts; empty for random weights.
 
     Raises UserError if a run that promises privacy would start from a model that was trained on the same data. The
@@ -568,282 +525,17 @@ def _check_sequences(experiment: Experiment) -> None:
             )
 
 
-def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
-    """Return the shards: each client's training records, by the partition or by the algorithm's own rule."""
-    algorithm, seed = experiment.algorithm, experiment.seed_of_partition
-    if experiment.is_central:
-        return Parts.of([np.arange(len(dataset.train))])
-    if not isinstance(algorithm, Dealing):
-        return shards_of(dataset, experiment.partition, experiment.clients, seed)
-
-    def split(records: NDArray[np.int64]) -> Parts:
-        if len(np.unique(records)) < len(records):
-            raise UserError(
-                f"algorithm {kind_of(algorithm)}: its method deal passes an index of the training set to split more "
-                "than once: pass each index at most once"
-            )
-        return _split(dataset, records, experiment.partition, experiment.clients, seed)
-
-    try:
-        with seeded_alone(seed, "partition"):
-            shards = algorithm.deal(dataset, split, seed)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"algorithm {kind_of(algorithm)}: deal failed with {in_one_line(error)}") from error
-    return _checked(shards, experiment.num_clients, len(dataset.train), f"algorithm {kind_of(algorithm)}")
+_MOVED = {
+    "shards_of": "fl_sim.experiment.shards", "moving_of": "fl_sim.experiment.shards",
+    "own_job": "fl_sim.experiment.node_job", "public_facts": "fl_sim.experiment.node_job",
+}  # fmt: skip
+"""{name: module}: public names that were here in earlier versions."""
 
 
-def _moving(experiment: Experiment, dataset: Dataset) -> MovingParts | None:
-    """Return the shards of all rounds; None if shards do not depend on the round."""
-    if not (isinstance(experiment.partition, ByRound) and has_moving_shards(experiment)):
-        return None
-    return moving_of(dataset, experiment.partition, experiment.clients, experiment.seed_of_partition)
-
-
-def _without(forgotten: Sequence[int], shards: Parts) -> Parts:
-    """Return ``shards`` without the records of the clients in ``forgotten``.
-
-    Raises UserError if no record is left.
-    """
-    if not forgotten:
-        return shards
-    left = shards.where(np.repeat(~np.isin(np.arange(len(shards)), forgotten), shards.sizes))
-    if not len(left.records):
-        raise UserError(
-            f"forgotten={'+'.join(map(str, forgotten))} removes the records of all clients that have "
-            "records: leave at least one of these clients out of the list"
-        )
-    return left
-
-
-def _without_some(experiment: Experiment, shards: Parts) -> Parts:
-    """Return ``shards`` without the records that the setting ``left_out`` leaves out.
-
-    A random number decides for each record. This number depends on the seed and the record's index, not on the
-    partition. Raises UserError if no record is left. Also raises UserError if a run promises privacy for the user's own
-    records, because its published seed would reveal which records were left out.
-    """
-    if not experiment.left_out:
-        return shards
-    what = f"left_out={experiment.left_out:g}"
-    if experiment.is_private and is_own(experiment.data):
-        raise UserError(
-            f"{what} follows from the seed, which is published, and this run promises privacy for the records of "
-            f"{without_settings(experiment.data)}: the seed would reveal which of them trained the model; remove "
-            "the setting left_out, or use a public data set"
-        )
-    coins = rng(experiment.seed, "left out").random(1 + int(shards.records.max()))
-    left = shards.where(coins[shards.records] >= experiment.left_out)
-    if not len(left.records):
-        raise UserError(f"{what} leaves no training record to any client: use a smaller number")
-    return left
-
-
-def _set_aside(experiment: Experiment, dataset: Dataset) -> NDArray[np.int64]:
-    """Return the indices of the training records that the server keeps for itself, in ascending order.
-
-    The settings ``forgotten`` and ``left_out`` do not change these indices. Raises UserError if clients would have no
-    records left.
-    """
-    held, counts = len(dataset.train), dict[str, int]()
-    for name in ("aggregator", "algorithm"):
-        if isinstance(part := getattr(experiment, name), SettingAside) and part.num_set_aside:
-            counts[f"{name} {kind_of(part)}"] = part.num_set_aside
-    if len(counts) > 1:
-        raise UserError(
-            f"{' and '.join(counts)} both set training records aside for the server, but it has one set of records: "
-            "leave one of them out"
-        )
-    count = sum(counts.values())
-    if count >= held:
-        raise UserError(
-            f"{''.join(counts)} sets {count:,} training records aside, and {dataset.name} has {held:,}: "
-            "set fewer records aside, so that clients have records, too"
-        )
-    drawn = rng(experiment.seed_of_partition, "records of the server")
-    return np.sort(drawn.choice(held, count, replace=False)) if count else np.zeros(0, dtype=np.int64)
-
-
-def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int) -> Parts:
-    """Partition the training records with the indices ``records`` by the rule ``scheme``.
-
-    The result has one array for each client: the positions of the client's records in the array ``records``.
-    """
-    labels, groups, giver = dataset.train.labels[records], dataset.train.groups, f"partition {kind_of(scheme)}"
-
-    def drawn() -> Parts:
-        def draw(coins: np.random.Generator) -> object:
-            if groups is not None and isinstance(scheme, ByGroup):
-                return scheme.split_groups(labels, groups[records], num_clients, coins)
-            return scheme.split(labels, num_clients, coins)
-
-        return _checked(_drawn(dataset, scheme, num_clients, seed, draw), num_clients, len(labels), giver)
-
-    parts = drawn()
-    again = drawn() if is_own_kind(scheme) else parts
-    if not _are_equal(parts, again):
-        raise UserError(_not_repeated(giver, "split"))
-    return parts
-
-
-def moving_of(dataset: Dataset, scheme: ByRound, num_clients: int, seed: int) -> MovingParts:
-    """Return the shards of all rounds, for a partition whose shards depend on the round.
-
-    Raises UserError for an impossible partition.
-    """
-    giver, num_records = f"partition {kind_of(scheme)}", len(dataset.train)
-
-    def drawn() -> MovingParts:
-        def draw(coins: np.random.Generator) -> object:
-            return scheme.moving(dataset.train.labels, dataset.train.groups, num_clients, coins)
-
-        found = _drawn(dataset, scheme, num_clients, seed, draw)
-        if not isinstance(found, MovingParts):
-            raise UserError(f"{giver}: moving gave {type(found).__name__}; it must give partitions.MovingParts")
-        rounds = np.asarray(found.rounds)
-        if rounds.shape != (num_records,) or rounds.dtype.kind not in "iu":
-            raise UserError(
-                f"{giver}: moving gave rounds of shape {rounds.shape} and type {rounds.dtype}; it must give one whole "
-                f"number for each of {num_records:,} records"
-            )
-        first, last = (_checked(parts, num_clients, num_records, giver) for parts in (found.first, found.last))
-        return MovingParts(first, last, rounds)
-
-    moving = drawn()
-    again = drawn() if is_own_kind(scheme) else moving
-    same = _are_equal(moving.first, again.first) and _are_equal(moving.last, again.last)
-    if not (same and np.array_equal(moving.rounds, again.rounds)):
-        raise UserError(_not_repeated(giver, "moving"))
-    return moving
-
-
-def _drawn(
-    dataset: Dataset,
-    scheme: Scheme | ByRound,
-    num_clients: int,
-    seed: int,
-    draw: Callable[[np.random.Generator], object],
-) -> object:
-    """Return the result of ``draw``, a function that calls a method of the partition ``scheme`` with a generator.
-
-    Raises UserError if the partition is impossible for ``dataset``, or if its code fails.
-    """
-    giver = f"partition {kind_of(scheme)}"
-    if isinstance(scheme, ByLabels) and scheme.uses_labels and not dataset.has_labels:
-        raise UserError(
-            f"partition={kind_of(scheme)} divides records by their labels, and {without_settings(dataset.name)} has no "
-            "labels: set data.label=COLUMN, or set partition=iid, natural (by the column data.client) or quantity:0.5"
-        )
-    try:
-        if isinstance(scheme, RecordSkew) and num_clients > 1:
-            scheme.check_records(dataset.input_shape, dataset.num_classes)
-        coins = rng(seed, "partition")
-        with seeded_alone(seed, "partition"):
-            return draw(coins)
-    except ValueError as error:
-        raise UserError(f"{giver} of {dataset.name} over {num_clients} clients: {error}") from error
-    except Exception as error:
-        raise UserError(f"{giver} failed with {in_one_line(error)}") from error
-
-
-def _are_equal(parts: Parts, others: Parts) -> bool:
-    return np.array_equal(parts.records, others.records) and np.array_equal(parts.bounds, others.bounds)
-
-
-def _not_repeated(giver: str, method: str) -> str:
-    return (
-        f"{giver} gave different shards in two calls with the same seed: take random numbers from the generator that "
-        f"{method} receives, or from the global generators of torch, NumPy or Python, which are seeded"
-    )
-
-
-def _checked(parts: object, num_clients: int, num_records: int, giver: str) -> Parts:
-    """Check ``parts``, the result of a partition, and return them as shards.
-
-    Raises UserError if ``parts`` are not disjoint arrays of record indices, one per client. ``giver``: the name of the
-    partition or algorithm that made the parts, for the error message.
-    """
-    if isinstance(parts, Parts):
-        laid_out = parts
-    else:
-        wanted = "it must give a list of arrays of record indices, one for each client"
-        if isinstance(parts, Mapping | str) or not isinstance(parts, Sequence | np.ndarray):
-            way = ": return list(parts.values())" if isinstance(parts, Mapping) else ""
-            raise UserError(f"{giver} gave {type(parts).__name__}; {wanted}{way}")
-        try:
-            laid_out = Parts.of([np.asarray(part) for part in parts])
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{giver} gave shards that cannot be arrays of indices ({in_one_line(error)}); {wanted}"
-            ) from error
-    if len(laid_out) != num_clients:
-        raise UserError(f"{giver} gave {len(laid_out)} shards for {num_clients} clients: it must give one for each")
-    indices = laid_out.records
-    if indices.ndim != 1 or indices.dtype.kind not in "iu" or not ((indices >= 0) & (indices < num_records)).all():
-        raise UserError(f"{giver} gave shards that are not arrays of record indices from 0 to {num_records - 1}")
-    if len(indices) and (counts := np.bincount(indices)).max() > 1:
-        raise UserError(f"{giver} gave record {int(counts.argmax())} to several clients: shards must be disjoint")
-    if not len(indices):
-        raise UserError(f"{giver} gave no record to any of {num_clients} clients: give records to at least one client")
-    return replace(laid_out, records=indices.astype(np.int64, copy=False))
-
-
-def public_facts(dataset: Dataset) -> dict[str, Any]:
-    """Return the public facts of ``dataset``, as JSON values, for nodes (client machines) with their own data.
-
-    The public facts are the shape of a record, the number of classes, and the constants of normalisation.
-    """
-    return {
-        "shape": list(dataset.input_shape), "classes": dataset.num_classes, "mean": list(dataset.mean),
-        "std": list(dataset.std),
-    }  # fmt: skip
-
-
-def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any]) -> Job:
-    """Return the job of a client that runs on a node with its own data set ``name``.
-
-    The client with the ID ``client`` holds all training records of this data set. ``facts``: the result of
-    ``public_facts`` for the server's data set. The node's records are normalised by the constants in ``facts``. Raises
-    UserError for records of another shape or with other classes. Also raises UserError if the data set has validation
-    records, because a node evaluates no models.
-    """
-    if experiment.evaluate.measures_clients:
-        raise UserError(
-            f"evaluate.clients={experiment.evaluate.clients} chooses each client's test records at the server, and "
-            "this node has records of its own: leave evaluate.clients out"
-        )
-    if has_moving_shards(experiment):
-        raise UserError(
-            f"partition={kind_of(experiment.partition)} moves records of the server's data set between clients, but "
-            "this node has records of its own: use a partition with fixed shards, such as iid"
-        )
-    if experiment.left_out:
-        raise UserError(
-            f"left_out={experiment.left_out:g} chooses records of the server's data set, but this node has records of "
-            "its own: remove the setting left_out"
-        )
-    own = load(name, None, experiment.features)
-    if list(own.input_shape) != facts["shape"]:
-        raise UserError(
-            f"the node's own records have shape {list(own.input_shape)}, but the experiment's have shape "
-            f"{facts['shape']}: give the node records of that shape"
-        )
-    # the server receives this error message, so the message must not quote a label
-    if int(own.train.labels.max()) >= facts["classes"]:
-        raise UserError(
-            f"the node's own records have a class beyond the experiment's {facts['classes']}: give the node records "
-            "with the experiment's classes"
-        )
-    if own.validation is not None:
-        raise UserError(
-            f"the node's own records come with {len(own.validation):,} validation records, and a node evaluates no "
-            "models: leave them out"
-        )
-    dataset = replace(own, num_classes=facts["classes"], mean=tuple(facts["mean"]), std=tuple(facts["std"]))
-    # A node does not partition its records. The partition is set to iid, which has no feature skew.
-    experiment = changed(experiment, data=name, partition="iid")
-    none, everything = np.zeros(0, dtype=np.int64), np.arange(len(dataset.train))
-    held = none if client in experiment.forgotten else everything
-    shards = Parts.of([held if one == client else none for one in range(experiment.num_clients)])
-    return Job(experiment, dataset, shards, device_of(experiment), None, weights=_weights(experiment))
+def __getattr__(name: str) -> Any:
+    """Return a public name that has moved to another module, with a DeprecationWarning."""
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = f"from {_MOVED[name]} import {name}"
+    warnings.warn(f"{__name__}.{name} has moved: {found}", DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module(_MOVED[name]), name)

@@ -17,9 +17,10 @@ from fl_sim.engines.grid import Groups, InProcessGrid, LocalGrid, Progress
 from fl_sim.engines.own_ray import choose_token
 from fl_sim.engines.remote import RemoteWorkers, Signer
 from fl_sim.errors import UserError, in_a_line
+from fl_sim.experiment.device import has_gpus_elsewhere
 from fl_sim.experiment.experiment import defined_in_script, own_modules
 from fl_sim.experiment.groups import Auto, Engine, InProcess, Ray
-from fl_sim.experiment.job import Job, check_precision, has_gpus_elsewhere
+from fl_sim.experiment.job import Job, check_precision
 from fl_sim.importing import settled
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import fields_in_use

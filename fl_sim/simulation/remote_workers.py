@@ -22,8 +22,9 @@ from fl_sim.engines import remote, wire
 from fl_sim.engines.batching import BatchHandler, partition_of, raised
 from fl_sim.engines.remote import Parcel
 from fl_sim.errors import RunError
+from fl_sim.experiment.device import device_of
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.experiment.job import Job, device_of
+from fl_sim.experiment.job import Job
 from fl_sim.simulation.rounds import procedure_of
 from fl_sim.store.tensors import load_state, save_state
 from fl_sim.types import Dataset, Examples, Params

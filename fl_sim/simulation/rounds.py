@@ -23,7 +23,8 @@ from fl_sim.engines import wire
 from fl_sim.errors import Diverged, RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.frozen_body import FrozenBody
-from fl_sim.experiment.job import Job, job_of, own_job
+from fl_sim.experiment.job import Job, job_of
+from fl_sim.experiment.node_job import own_job
 from fl_sim.kinds import hides_clients, is_none, is_own, is_own_kind, kind_of, path_in, replaces_records, short_form
 from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import load_object

@@ -29,7 +29,8 @@ from fl_sim.engines.grid import LocalGrid
 from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import Diverged, RunError, UserError
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.experiment.job import Job, public_facts
+from fl_sim.experiment.job import Job
+from fl_sim.experiment.node_job import public_facts
 from fl_sim.kinds import hides_clients, is_none, is_own_kind, path_in
 from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import error_context, load_object

@@ -14,7 +14,8 @@ from fl_sim.data import load
 from fl_sim.engines import wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.experiment.experiment import experiment_from
-from fl_sim.experiment.job import job_of, public_facts
+from fl_sim.experiment.job import job_of
+from fl_sim.experiment.node_job import public_facts
 from fl_sim.params import detached
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.stages.pate.procedure import VOTE

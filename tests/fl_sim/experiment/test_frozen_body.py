@@ -17,7 +17,8 @@ from fl_sim.data.kept import cache_root
 from fl_sim.experiment import job as jobs
 from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.experiment.frozen_body import BATCH, FrozenBody, body_of
-from fl_sim.experiment.job import Job, job_of, own_job, public_facts
+from fl_sim.experiment.job import Job, job_of
+from fl_sim.experiment.node_job import own_job, public_facts
 from fl_sim.models import resnet
 from fl_sim.simulation.forecast import features_work
 from fl_sim.simulation.run import run

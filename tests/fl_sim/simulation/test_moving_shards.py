@@ -16,7 +16,8 @@ from fl_sim.cli.verbs import app
 from fl_sim.engines.remote import Signer
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
-from fl_sim.experiment.job import job_of, own_job, public_facts
+from fl_sim.experiment.job import job_of
+from fl_sim.experiment.node_job import own_job, public_facts
 from fl_sim.simulation import client_runtime
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.remote_workers import WorkerSetup

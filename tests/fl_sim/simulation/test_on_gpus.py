@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from fl_sim.errors import UserError
+from fl_sim.experiment.device import precision_of
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.groups import InProcess, Ray
-from fl_sim.experiment.job import Job, job_of, precision_of
+from fl_sim.experiment.job import Job, job_of
 from fl_sim.simulation import client_runtime
 from fl_sim.simulation.client_runtime import stack_of, threads_of, workers_of
 from fl_sim.simulation.engine_choice import choose, trainer_line, trains_natively

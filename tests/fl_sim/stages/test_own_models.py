@@ -14,7 +14,8 @@ from sklearn.metrics import balanced_accuracy_score, f1_score, recall_score
 
 import fl_sim
 from fl_sim.experiment.experiment import experiment_from
-from fl_sim.experiment.job import job_of, own_job
+from fl_sim.experiment.job import job_of
+from fl_sim.experiment.node_job import own_job
 from fl_sim.local_plan import sent_by
 from fl_sim.simulation.rounds import procedure_of
 from fl_sim.simulation.run import run

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from fl_sim.cli.verbs import app
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
-from fl_sim.experiment.job import job_of, own_job, public_facts
+from fl_sim.experiment.job import job_of
+from fl_sim.experiment.node_job import own_job, public_facts
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import MODEL
 from fl_sim.threats.canaries import audit
