@@ -8,6 +8,7 @@ code is; and how many functions, files and lines of it the second round of a run
 thread, without what it calls in other packages. CHECKOUT: another one than this, for the first two tables.
 """
 
+import argparse
 import ast
 import sys
 import tempfile
@@ -184,7 +185,11 @@ def of_a_round(settings: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def main() -> None:
     """Print the tables."""
-    top = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", nargs="?", type=Path, default=HERE, metavar="CHECKOUT")
+    top = parser.parse_args().checkout
+    if not (top / "fl_sim").is_dir():
+        parser.error(f"{top} is no checkout: it has no folder fl_sim")
     found = foreign(top)
     print("| feature | foreign files that import it | |\n|---|---|---|")
     for feature in FEATURES:

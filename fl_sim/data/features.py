@@ -64,6 +64,7 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
         return dataset
     from fl_sim.data import scattering, scattering_maps  # noqa: PLC0415 (torch and scipy: settings need neither)
 
+    scattering.check_shape(dataset.input_shape, features)
     kind, mirrored = _without_prefix(features)
     size_of = scattering_maps.num_numbers if kind in {_MAPS, _ROOT_MAPS} else scattering.dimension_of
     size = size_of(dataset.input_shape, mirrored=mirrored)
@@ -122,6 +123,7 @@ def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vecto
     vectors = features_of(images, mirrored=mirrored)
     if kind == "scattering":
         return vectors
+    assert kind == "whitened-scattering", kind
     channels, height, width = images.shape[1:]
     return whitening_of((channels, height, width), mirrored=mirrored).of(vectors)
 

@@ -71,19 +71,27 @@ def dimension_of(shape: tuple[int, ...], *, mirrored: bool = False) -> int:
     """Return the number of features of an image of ``shape``, (channels, height, width).
 
     ``mirrored``: True for features that are means over an image and its mirror image (see ``normalised``).
-    Raises UserError for records that are not images, and for images that are too small or too large.
+    Raises UserError as ``check_shape`` does.
+    """
+    check_shape(shape)
+    return min(DIMENSION, num_coefficients(shape, mirrored=mirrored))
+
+
+def check_shape(shape: tuple[int, ...], features: str = "scattering") -> None:
+    """Raise UserError for records that are not images, and for images that are too small or too large.
+
+    ``features``: the name of the features, for the error message.
     """
     if len(shape) != 3:
         raise UserError(
-            f"features=scattering is for images, but these records are vectors of {math.prod(shape)} numbers: leave "
+            f"features={features} is for images, but these records are vectors of {math.prod(shape)} numbers: leave "
             "features out"
         )
     if not _SMALLEST <= min(shape[1:]) <= max(shape[1:]) <= _LARGEST:
         raise UserError(
-            f"features=scattering takes images from {_SMALLEST}x{_SMALLEST} to {_LARGEST}x{_LARGEST} pixels, but these "
+            f"features={features} takes images from {_SMALLEST}x{_SMALLEST} to {_LARGEST}x{_LARGEST} pixels, but these "
             f"have {shape[1]}x{shape[2]}: leave features out, or scale the images"
         )
-    return min(DIMENSION, num_coefficients(shape, mirrored=mirrored))
 
 
 def num_coefficients(shape: tuple[int, ...], *, mirrored: bool = False) -> int:

@@ -243,3 +243,16 @@ def test_the_averages_of_records_that_clients_share_are_too(
     )
     [pool] = (tmp_path / "run").glob("pool-*.safetensors")
     assert pool.stat().st_mode & 0o740 == mode
+
+
+@pytest.mark.parametrize("kind", [kind for kind in features._VERSION if kind != "none"])
+def test_records_that_do_not_suit_are_refused_by_the_name_of_the_features(kind: Features) -> None:
+    with pytest.raises(UserError, match=rf"^features={kind} takes images from \d+x\d+ to \d+x\d+ pixels.* have 4x4"):
+        as_features(images(shape=(1, 4, 4)), kind, "records")
+    with pytest.raises(UserError, match=rf"^features={kind} is for images, but .* vectors of 8 numbers"):
+        as_features(images(shape=(8,)), kind, "records")
+
+
+def test_features_without_a_transform_are_not_taken_for_others() -> None:
+    with pytest.raises(AssertionError, match="scattering-of-tomorrow"):
+        vectors_of(images().train.inputs, cast("Features", "scattering-of-tomorrow"))
