@@ -34,7 +34,10 @@ def as_text(table: dict[str, Any]) -> str:
 
 
 def hours(directory: Path) -> float:
-    """Return the sum of the times of all runs in hours, from ``table.csv``."""
+    """Return the sum of the times of all runs in hours, from ``table.csv``.
+
+    Private runs tell their times rounded up, so the sum is an upper bound if a table has such runs.
+    """
     with (directory / "table.csv").open(encoding="utf-8", newline="") as file:
         return sum(float(line["seconds.total"] or 0) for line in csv.DictReader(file)) / 3600
 
@@ -50,7 +53,7 @@ def main() -> None:
     text = as_text(smaller(table, set(filter(None, given.measures.split(",")))))
     given.folder.mkdir(parents=True, exist_ok=True)
     (given.folder / TABLE).write_text(text, encoding="utf-8")
-    print(f"{given.folder / TABLE}: {len(text) / 1e6:.2f} MB; all runs took {hours(given.table):.1f} hours")
+    print(f"{given.folder / TABLE}: {len(text) / 1e6:.2f} MB; all runs took at most {hours(given.table):.1f} hours")
 
 
 if __name__ == "__main__":
