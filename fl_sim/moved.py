@@ -1,4 +1,4 @@
-"""Moved modules: an old import path works for one more release of fl-sim, with a warning that names the new path."""
+"""Moved modules and names: the old place works for one more release of fl-sim, and a warning names the new place."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 MOVED: Final[Mapping[str, str]] = {
     "clients.clamped": "clients.images",
@@ -93,7 +93,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.experiment.engine": "fl_sim.experiment.groups",
     "fl_sim.experiment.evaluate": "fl_sim.experiment.groups",
     "fl_sim.experiment.local": "fl_sim.experiment.groups",
-    "fl_sim.experiment.own_records": "fl_sim.experiment.job",
+    "fl_sim.experiment.own_records": "fl_sim.experiment.node_job",
     "fl_sim.handed_out": "fl_sim.params",
     "fl_sim.import_path": "fl_sim.own_code",
     "fl_sim.late_torch": "fl_sim.importing",
@@ -249,6 +249,31 @@ MOVED: Final[Mapping[str, str]] = {
     "strategies.widths": "strategies.sizes",
 }
 """{old import path of a module: new import path of its content}."""
+
+MOVED_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
+    "fl_sim.experiment.job": {
+        "device_of": "fl_sim.experiment.device",
+        "has_gpus_elsewhere": "fl_sim.experiment.device",
+        "moving_of": "fl_sim.experiment.shards",
+        "own_job": "fl_sim.experiment.node_job",
+        "precision_of": "fl_sim.experiment.device",
+        "public_facts": "fl_sim.experiment.node_job",
+        "shards_of": "fl_sim.experiment.shards",
+    },
+}
+"""{module: {public name that was there: new import path of its module}}. Such a module calls ``moved_name``."""
+
+
+def moved_name(module: str, name: str) -> Any:
+    """Return a public name that has moved out of ``module``, with a DeprecationWarning.
+
+    A module with moved names calls this function in its ``__getattr__``. Raises AttributeError for any other name.
+    """
+    if (new := MOVED_NAMES[module].get(name)) is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    warning = f"{module}.{name} has moved: from {new} import {name}, because the next release removes the old place"
+    warnings.warn(warning, DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(new), name)
 
 
 class _Moved(Loader):

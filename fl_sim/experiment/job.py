@@ -4,8 +4,6 @@ Each process makes one job.
 """
 
 import copy
-import importlib
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -21,14 +19,14 @@ from fl_sim import models
 from fl_sim.data import load
 from fl_sim.data.naming import is_own, parts_of, refused_if_private, without_settings
 from fl_sim.errors import UserError
-from fl_sim.experiment import own_tests
-from fl_sim.experiment.device import device_of, has_gpus_elsewhere, precision_of
+from fl_sim.experiment import device, own_tests
 from fl_sim.experiment.experiment import Experiment, changed
 from fl_sim.experiment.frozen_body import FrozenBody, body_of
 from fl_sim.experiment.groups import held_out
 from fl_sim.experiment.shards import dealt_shards, moving_shards, server_records, without_forgotten, without_left_out
 from fl_sim.foreign_models import source_of
 from fl_sim.kinds import Computing, Sealing, is_none, is_own_kind, kind_of, path_in
+from fl_sim.moved import moved_name
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import copied, fixed_in
 from fl_sim.seeding import seed_torch, torch_alone
@@ -279,7 +277,7 @@ class Job:
     @property
     def precision(self) -> Precision:
         """The precision of training in this process. Raises UserError as ``precision_of`` does."""
-        return precision_of(self.experiment, self.device)
+        return device.precision_of(self.experiment, self.device)
 
 
 @dataclass(frozen=True)
@@ -346,7 +344,14 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     shards = shards.where(~np.isin(shards.records, own)) if len(own) else shards
     aside = dataset.train.take(own) if len(own) else None
     job = Job(
-        experiment, dataset, shards, device_of(experiment), data_root, weights=weights, set_aside=aside, moving=moving
+        experiment,
+        dataset,
+        shards,
+        device.device_of(experiment),
+        data_root,
+        weights=weights,
+        set_aside=aside,
+        moving=moving,
     )
     if not dataset.has_labels and job.predicts_classes:
         raise UserError(
@@ -415,8 +420,8 @@ def check_precision(job: Job) -> None:
 
     Nothing is checked if clients train in Ray actors with GPUs, because this process may not see these GPUs.
     """
-    if not has_gpus_elsewhere(job.experiment):
-        precision_of(job.experiment, job.device)
+    if not device.has_gpus_elsewhere(job.experiment):
+        device.precision_of(job.experiment, job.device)
 
 
 def _scaled(dataset: Dataset, normalise: str) -> Dataset:
@@ -525,17 +530,6 @@ def _check_sequences(experiment: Experiment) -> None:
             )
 
 
-_MOVED = {
-    "shards_of": "fl_sim.experiment.shards", "moving_of": "fl_sim.experiment.shards",
-    "own_job": "fl_sim.experiment.node_job", "public_facts": "fl_sim.experiment.node_job",
-}  # fmt: skip
-"""{name: module}: public names that were here in earlier versions."""
-
-
 def __getattr__(name: str) -> Any:
     """Return a public name that has moved to another module, with a DeprecationWarning."""
-    if name not in _MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = f"from {_MOVED[name]} import {name}"
-    warnings.warn(f"{__name__}.{name} has moved: {found}", DeprecationWarning, stacklevel=2)
-    return getattr(importlib.import_module(_MOVED[name]), name)
+    return moved_name(__name__, name)

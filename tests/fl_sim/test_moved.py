@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_sim.moved import MOVED
+from fl_sim.moved import MOVED, MOVED_NAMES
 
 
 @pytest.mark.parametrize("old", MOVED)
@@ -37,3 +37,19 @@ def test_nothing_is_at_an_old_path_any_more() -> None:
 def test_what_is_nowhere_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"fl_sim\.nowhere"):
         importlib.import_module("fl_sim.nowhere")
+
+
+@pytest.mark.parametrize(("old", "name"), [(old, name) for old, names in MOVED_NAMES.items() for name in names])
+def test_a_name_that_has_moved_is_found_with_a_warning(old: str, name: str) -> None:
+    module, new = importlib.import_module(old), MOVED_NAMES[old][name]
+    assert name not in vars(module), "it would be found without a warning"
+    with pytest.warns(DeprecationWarning, match=rf"^{old}\.{name} has moved: from {new} import {name},"):
+        found = getattr(module, name)
+    assert found.__name__ == name
+    assert found.__module__ == new
+
+
+@pytest.mark.parametrize("old", MOVED_NAMES)
+def test_a_name_that_was_never_there_is_not_found(old: str) -> None:
+    with pytest.raises(AttributeError, match=rf"module '{old}' has no attribute 'nothing'"):
+        importlib.import_module(old).nothing  # noqa: B018

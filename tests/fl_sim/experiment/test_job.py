@@ -7,7 +7,6 @@ from torch import nn
 
 from fl_sim.data import load
 from fl_sim.errors import UserError
-from fl_sim.experiment import job as job_module
 from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.experiment.job import job_of, resolved
 from fl_sim.training.loop import to_tensors
@@ -80,16 +79,3 @@ def test_an_own_model_is_tried_on_records_of_the_data_and_takes_ids(tmp_path):
     settings["data"] = f"npz:{tmp_path / 'beyond.npz'}"
     with pytest.raises(UserError, match=r"OfIds' cannot take records of shape \(2,\): IndexError"):
         job_of(experiment_from({**settings, "model": f"{__name__}:OfIds"})).model()
-
-
-@pytest.mark.parametrize("name", ["shards_of", "moving_of", "own_job", "public_facts"])
-def test_a_name_that_has_moved_is_found_with_a_warning(name):
-    with pytest.warns(DeprecationWarning, match=rf"fl_sim\.experiment\.job\.{name} has moved: from fl_sim"):
-        found = getattr(job_module, name)
-    assert found.__name__ == name
-    assert found.__module__ != job_module.__name__
-
-
-def test_a_name_that_was_never_there_is_not_found():
-    with pytest.raises(AttributeError, match=r"module 'fl_sim\.experiment\.job' has no attribute 'nothing'"):
-        job_module.nothing  # noqa: B018

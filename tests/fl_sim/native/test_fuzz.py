@@ -24,13 +24,13 @@ def fuzz(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
     return load_benchmark("native_fuzz")
 
 
-def some(numbers: range, kernel: Kernel) -> range:
+def numbers_for(kernel: Kernel, numbers: range) -> range:
     """Return the numbers of the networks to try: every fourth where an emulator takes a second for each."""
     return numbers if kernel.lanes in ARCHITECTURES[platform.machine()] else numbers[::4]
 
 
 def test_random_networks_end_where_pytorch_does(kernel: Kernel, fuzz: ModuleType) -> None:
-    assert dict(fuzz.faults(kernel, some(FAST, kernel))) == {}
+    assert dict(fuzz.faults(kernel, numbers_for(kernel, FAST))) == {}
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_a_trainer_that_is_wrong_is_found(kernel: Kernel, fuzz: ModuleType) -> N
 
 def test_a_client_of_nan_moves_no_bit_of_the_next(kernel: Kernel, fuzz: ModuleType) -> None:
     """Networks stay in a thread's memory from client to client: nothing in them may reach the next."""
-    for number in some(range(40, 70), kernel):
+    for number in numbers_for(kernel, range(40, 70)):
         case = fuzz.case_of(number)
         stack = fuzz.describe(case.model, case.shape)
         assert fuzz.leftover(kernel, stack, case) == ""
