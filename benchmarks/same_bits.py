@@ -36,6 +36,7 @@ KINDS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("algorithm", "tstr"): ("preprocess=da-fl", "preprocess.noise=seeded", "preprocess.generator=mean-embedding"),
     ("aggregator", "bulyan"): ("attack=sign-flip", "attack.clients=1", "clients=9"),
     ("aggregator", "distributed-dp"): ("aggregator.noise_multiplier=1", "aggregator.noise=seeded"),
+    ("aggregator", "distributed-dp-sgd"): ("aggregator.noise_multiplier=5", "aggregator.noise=seeded"),
     ("aggregator", "global-dp"): ("aggregator.noise_multiplier=1", "aggregator.noise=seeded", "sampler=poisson:0.5"),
     ("aggregator", "krum"): ("attack=sign-flip", "attack.clients=1", "clients=9"),
     ("aggregator", "multi-krum"): ("attack=sign-flip", "attack.clients=1", "clients=9"),

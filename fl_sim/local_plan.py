@@ -229,6 +229,8 @@ class PrivateSteps:
     ``clipping_norm``. ``noise``: the source of the client's random batches and noise. The cost of the steps is already
     charged to the client's privacy ledger. ``stream``: a name of this training. Two trainings that use the same source
     must have different names, so that they get different random numbers. ``clipping``: the rule that bounds the norm.
+    ``sums_only``: True to take no step and draw no random number: the model stays as it came, and
+    ``Trained.gradient_sum`` is the sum of the clipped gradients of all records, without noise.
     """
 
     clipping_norm: float
@@ -236,6 +238,7 @@ class PrivateSteps:
     noise: NoiseSource
     stream: str
     clipping: Clipping = FLAT
+    sums_only: bool = False
 
 
 @dataclass(frozen=True)

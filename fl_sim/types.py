@@ -286,7 +286,8 @@ class Trained:
     statistics of the new model's BatchNorm layers. ``personal``: the new values of the parameters that stay with the
     client; in an algorithm's ``finish``, ``params`` has only the sent parameters. ``further``: the results of the
     algorithm's further models, by name (fl_sim.local_plan.FurtherModels), or further tensors from a course:
-    step-by-step local training (fl_sim.training.courses).
+    step-by-step local training (fl_sim.training.courses). ``gradient_sum``: the sum of the clipped gradients of
+    all records in float64, without noise, if the plan asks for this sum alone (``PrivateSteps.sums_only``).
     """
 
     params: Params
@@ -297,6 +298,7 @@ class Trained:
     statistics: Params = field(default_factory=dict)
     further: Mapping[str, Trained] = field(default_factory=dict)
     personal: Params = field(default_factory=dict)
+    gradient_sum: Params | None = None
 
     def followed_by(self, later: Trained) -> Trained:
         """Return the joint result of two successive trainings: this training, and ``later``, its continuation."""

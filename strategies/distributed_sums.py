@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from clients.client_layer import ClientLayer
@@ -22,7 +23,7 @@ from fl_sim.errors import BudgetExhausted, Malformed, RunError, UserError
 from fl_sim.params import detached, layout_of, num_parameters, payload_vector, payloads_in, trainable
 from fl_sim.privacy.ledger import Ledger, Receipt
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.modular_sums import SumGrid, mean_of_sum, noise_for, packed, share_of, unpacked, wraps_around
+from fl_sim.privacy.modular_sums import Grid, SumGrid, mean_of_sum, noise_for, packed, share_of, unpacked, wraps_around
 from fl_sim.privacy.terms import Adjacency, Terms, rounded_up
 from fl_sim.store.run_directory import LEDGER, RoundRecord, read_rounds
 from fl_sim.types import (
@@ -40,7 +41,7 @@ from fl_sim.types import (
 )
 from strategies.algorithm import Algorithm, first_template, payload_template
 from strategies.answers import UNQUOTED, in_words
-from strategies.distributed_dp import DistributedDP
+from strategies.distributed_dp import NoisySums
 from strategies.layer import Beginning, Layer, Stop
 from strategies.private_steps import digest_of
 from strategies.private_updates import check_changes
@@ -48,12 +49,12 @@ from strategies.private_updates import check_changes
 _SHARE = "share"
 
 
-def terms_of(settings: DistributedDP) -> Terms:
+def terms_of(settings: NoisySums) -> Terms:
     """Return the terms of the privacy ledger: privacy unit, adjacency, delta and budget. They define the epsilon."""
-    return Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta, settings.epsilon)
+    return Terms(settings.unit, Adjacency.ADD_OR_REMOVE_ONE, settings.delta, settings.epsilon)
 
 
-def grid_of(experiment: Any, sent: Payloads) -> SumGrid:
+def grid_of(experiment: Any, sent: Payloads) -> Grid:
     """Return the rounding grid of a run's sums. ``sent``: the payload template of the algorithm.
 
     If the settings have no noise multiplier, the smallest noise multiplier that the budget allows is used. The noise is
@@ -74,19 +75,13 @@ def num_charges(experiment: Any) -> int:
 
 
 @lru_cache(maxsize=64)
-def _grid(settings: DistributedDP, dimension: int, shares: int, charges: int) -> SumGrid:
+def _grid(settings: NoisySums, dimension: int, shares: int, charges: int) -> Grid:
     noise_multiplier = settings.noise_multiplier
     if noise_multiplier is None:
         assert settings.epsilon is not None
-        noise_multiplier = noise_for(_made(settings, dimension, shares, 1.0), charges, settings.epsilon, settings.delta)
-    return _made(settings, dimension, shares, noise_multiplier)
-
-
-def _made(settings: DistributedDP, dimension: int, shares: int, noise_multiplier: float) -> SumGrid:
-    return SumGrid(
-        dimension, shares, settings.clipping_norm, noise_multiplier,
-        settings.mechanism, settings.bits, settings.headroom,
-    )  # fmt: skip
+        first = settings.grid(dimension, shares, 1.0)
+        noise_multiplier = noise_for(first, charges, settings.epsilon, settings.delta)
+    return settings.grid(dimension, shares, noise_multiplier)
 
 
 @dataclass
@@ -99,12 +94,12 @@ class DistributedSums(Layer):
     overflowed (wrapped around) the modulus.
     """
 
-    settings: DistributedDP
+    settings: NoisySums
     rounds_apart: int
     seed: int
     ledger: Ledger
     noise: Noise
-    grid: SumGrid | None = None
+    grid: Grid | None = None
     unopened: list[int] = field(default_factory=list)
     wrapped: list[int] = field(default_factory=list)
 
@@ -122,7 +117,7 @@ class DistributedSums(Layer):
         return cls(settings, experiment.sampler.rounds_apart, experiment.seed, ledger, noise)
 
     @classmethod
-    def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientLayer:
+    def on_clients(cls, experiment: Any, algorithm: Any, model: Callable[[], nn.Module]) -> ClientShares:
         """Return the layer's code on clients (``ClientShares``), which clips and rounds updates, and adds noise."""
         params = detached(trainable(model()).items())
         template = first_template(algorithm, params, experiment.local.personal)
@@ -132,16 +127,16 @@ class DistributedSums(Layer):
     @classmethod
     def check(cls, experiment: Any, beginning: Beginning) -> None:
         """Raise UserError for payloads other than updates, too little noise, or one round above the budget."""
-        check_changes(experiment.algorithm, beginning, "aggregator=distributed-dp", "aggregator")
         settings, grid = experiment.aggregator, grid_of(experiment, beginning.sent)
-        cost = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, settings.delta)).charge(
+        check_changes(experiment.algorithm, beginning, f"aggregator={settings.kind}", "aggregator")
+        cost = Ledger(Terms(settings.unit, Adjacency.ADD_OR_REMOVE_ONE, settings.delta)).charge(
             grid.event(grid.shares), release="one round", noise=""
         )
         if cost is None:
             raise UserError(
-                f"the noise of aggregator distributed-dp gives no guarantee: each of {grid.shares:,} clients would add "
-                f"noise of {grid.share_variance**0.5:.3g} grid steps; set a larger aggregator.noise_multiplier or more "
-                "aggregator.bits"
+                f"the noise of aggregator {settings.kind} gives no guarantee: each of {grid.shares:,} clients would "
+                f"add noise of {grid.share_variance**0.5:.3g} grid steps; set a larger aggregator.noise_multiplier or "
+                f"{grid.cure}"
             )
         if settings.epsilon is not None and cost > settings.epsilon:
             raise UserError(
@@ -199,11 +194,20 @@ class DistributedSums(Layer):
         total = np.zeros(self.grid.padded, np.int64)
         for reply in cohort.replies:  # secure aggregation: the server sees only this sum, no single message
             total = (total + reply.payloads[_SHARE][_SHARE].numpy()) % self.grid.modulus
-        if wraps_around(total, self.grid):
-            self.wrapped.append(cohort.server_round)
-        mean = mean_of_sum(total, present, self.grid, seed=self.seed, server_round=cohort.server_round)
+        mean = self.mean_of(total, cohort)
         template = payload_template(algorithm, server)
         return Aggregate(payloads_in(torch.from_numpy(mean), template), participation=present / cohort.num_clients)
+
+    def mean_of(self, total: NDArray[np.int64], cohort: Cohort) -> NDArray[np.float64]:
+        """Return the mean update, shape (dimension,), from ``total``, the sum of the messages modulo 2^bits.
+
+        Sums that probably wrapped around are noted.
+        """
+        assert isinstance(self.grid, SumGrid)
+        if wraps_around(total, self.grid):
+            self.wrapped.append(cohort.server_round)
+        present, server_round = len(cohort.replies), cohort.server_round
+        return mean_of_sum(total, present, self.grid, seed=self.seed, server_round=server_round)
 
     def metrics(self) -> Mapping[str, Any]:
         """Return the fields of the round's line in ``rounds.jsonl``, with the epsilon of all rounds so far."""
@@ -224,9 +228,10 @@ class DistributedSums(Layer):
                 "their noise was too little for the budget: these sums were not opened, and the model did not change"
             )
         if self.wrapped:
+            assert self.grid is not None
             warnings.append(
                 f"in {len(self.wrapped)} rounds (first: round {self.wrapped[0]}) the sum filled the range of "
-                f"2^{self.settings.bits}, so some of its numbers probably wrapped around: set more aggregator.bits or "
+                f"2^{self.grid.bits}, so some of its numbers probably wrapped around: set more aggregator.bits or "
                 "a larger aggregator.headroom"
             )
         return warnings
@@ -271,7 +276,7 @@ class ClientShares(ClientLayer):
     """
 
     only_sums: ClassVar[bool] = True
-    grid: SumGrid
+    grid: Grid
     template: Payloads
     seed: int
     run_digest: str
@@ -282,22 +287,28 @@ class ClientShares(ClientLayer):
         Client state stays on the client. A client without records sends only noise. Raises RunError if names or shapes
         of the update differ from the template, because they could reveal facts about records.
         """
-        del task, trained
+        del task
         shapes = [{group: dict(layout_of(one)) for group, one in of.items()} for of in (update.payloads, self.template)]
         if shapes[0] != shapes[1] or update.packed:
             raise RunError(
                 "the algorithm's update has other tensors than the update of a client without records, so it could "
                 "reveal facts about records: let finish return tensors with the same names and shapes for all clients"
             )
-        values = payload_vector(update.payloads, self.template).double().cpu().numpy()
-        if not came.num_examples:
-            values = np.zeros_like(values)
-        noise = self._noise(came.client, came.server_round)
-        share = share_of(values, self.grid, noise, seed=self.seed, server_round=came.server_round)
+        share = self.share(came, trained, update)
         first, *others = self.template
         content = {first: Packed.of(torch.zeros(0), packed(share, self.grid.bits))}
         content |= {name: Packed.blank(Size(0)) for name in others}
         return ClientUpdate({}, 1, None, update.state, content)
+
+    def share(self, came: LocalTask, trained: Trained, update: ClientUpdate) -> NDArray[np.int64]:
+        """Return the noisy numbers of a message: the rounded update plus the client's noise, modulo 2^bits."""
+        del trained
+        values = payload_vector(update.payloads, self.template).double().cpu().numpy()
+        if not came.num_examples:
+            values = np.zeros_like(values)
+        noise = self._noise(came.client, came.server_round)
+        assert isinstance(self.grid, SumGrid)
+        return share_of(values, self.grid, noise, seed=self.seed, server_round=came.server_round)
 
     def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
         """Return the packed size of each payload. The first payload contains the numbers of all payloads."""

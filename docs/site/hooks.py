@@ -33,7 +33,7 @@ SETTINGS_WITH_KINDS = (
 )  # fmt: skip
 _BESIDE = {
     "preprocess.generator": "preprocess=da-fl", "preprocess=private-start": "aggregator=global-dp",
-    "aggregator=distributed-dp": "aggregator.epsilon=8",
+    "aggregator=distributed-dp": "aggregator.epsilon=8", "aggregator=distributed-dp-sgd": "aggregator.epsilon=8",
     "server=fedasync": "devices=log-normal", "server=fedbuff": "devices=log-normal",
     "devices=profile": "devices.path=devices.csv",
 }  # fmt: skip

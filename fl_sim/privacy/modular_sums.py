@@ -17,7 +17,7 @@ Liu, Steinke 2021.
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Final
+from typing import Final, Protocol, Self
 
 import numpy as np
 from dp_accounting import dp_event
@@ -40,6 +40,65 @@ EDGE: Final = 0.75
 """A number of the sum is near the edge if its absolute value exceeds this fraction of half of the modulus."""
 
 
+class Grid(Protocol):
+    """The rounding grid and the noise of a noisy sum of vectors. All fields are public.
+
+    ``dimension``: the length of a vector. ``shares``: the number of clients whose noise adds up to the planned noise.
+    ``clipping_norm``: the largest L2 norm of what one privacy unit adds to the sum. ``noise_multiplier``: the planned
+    standard deviation of the noise on each number of the sum, divided by ``clipping_norm``. ``scale``: a number x
+    becomes x * ``scale``, in grid steps.
+    """
+
+    @property
+    def dimension(self) -> int: ...  # noqa: D102 (described above)
+    @property
+    def shares(self) -> int: ...  # noqa: D102
+    @property
+    def clipping_norm(self) -> float: ...  # noqa: D102
+    @property
+    def noise_multiplier(self) -> float: ...  # noqa: D102
+    @property
+    def scale(self) -> float: ...  # noqa: D102
+
+    @property
+    def padded(self) -> int:
+        """Return the number of numbers in a message."""
+
+    @property
+    def bits(self) -> int:
+        """Return the number of bits of a sent number."""
+
+    @property
+    def modulus(self) -> int:
+        """Return the modulus, 2^bits."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size in bytes of a message."""
+
+    @property
+    def share_variance(self) -> float:
+        """Return the variance of one client's noise, in squared grid steps."""
+
+    @property
+    def std_of_mean(self) -> float:
+        """Return an upper bound on the standard deviation of the error in each number of the mean over ``shares``."""
+
+    @property
+    def cure(self) -> str:
+        """Return advice, as a noun phrase, for sums whose rounding is too coarse."""
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """Return the name of the noise distribution."""
+
+    def event(self, present: int) -> dp_event.DpEvent:
+        """Return the privacy event of a sum that contains the noise of ``present`` clients."""
+
+    def with_noise(self, noise_multiplier: float) -> Self:
+        """Return the grid for another noise multiplier."""
+
+
 @dataclass(frozen=True)
 class SumGrid:
     """The rounding grid and the noise of a noisy sum. All fields are public.
@@ -58,6 +117,15 @@ class SumGrid:
     mechanism: Mechanism = "skellam"
     bits: int = 16
     headroom: float = 4.0
+
+    def with_noise(self, noise_multiplier: float) -> Self:
+        """Return the grid for another noise multiplier."""
+        return replace(self, noise_multiplier=noise_multiplier)
+
+    @property
+    def cure(self) -> str:
+        """Return advice, as a noun phrase, for sums whose rounding is too coarse."""
+        return "more bits"
 
     @property
     def padded(self) -> int:
@@ -140,7 +208,7 @@ class SumGrid:
         return math.sqrt(variance) / self.scale / self.shares
 
 
-def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float:
+def noise_for(grid: Grid, rounds: int, epsilon: float, delta: float) -> float:
     """Return the smallest noise multiplier with which ``rounds`` sums cost at most ``epsilon`` at ``delta``.
 
     The assumption is that no client drops out, so every sum contains the noise of all clients. The noise multiplier in
@@ -149,7 +217,7 @@ def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float
 
     def spent(noise_multiplier: float, accountant: object) -> float:
         del accountant  # always RDP, because the PLD accountant does not support integer noise
-        tried = replace(grid, noise_multiplier=noise_multiplier)
+        tried = grid.with_noise(noise_multiplier)
         return epsilon_of_counts({tried.event(tried.shares): rounds}, delta)
 
     assert grid.scale > 0  # ``scale`` raises UserError if the numbers have too few bits for all clients
@@ -158,8 +226,8 @@ def noise_for(grid: SumGrid, rounds: int, epsilon: float, delta: float) -> float
     except UserError as error:
         raise UserError(
             f"epsilon {epsilon:g} at delta {delta:g} is out of reach with {grid.bits} bits for {grid.dimension:,} "
-            f"numbers of {grid.shares:,} clients: because of the rounding, no noise is enough. Set more bits, a larger "
-            "epsilon, or fewer rounds"
+            f"numbers of {grid.shares:,} clients: because of the rounding, no noise is enough. Set {grid.cure}, a "
+            "larger epsilon, or fewer rounds"
         ) from error
     return math.ceil(found * 1e6) / 1e6
 
@@ -243,8 +311,8 @@ def packed(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint8]:
 
     The numbers are whole, from 0 to 2^``bits`` - 1.
     """
-    if bits in {16, 32}:  # for these usual numbers of bits, the slow operations on single bits (below) are not needed
-        return numbers.astype(f"<u{bits // 8}").view(np.uint8)
+    if bits % 8 == 0:  # for whole bytes, the slow operations on single bits (below) are not needed
+        return np.ascontiguousarray(numbers.astype("<u8").view(np.uint8).reshape(-1, 8)[:, : bits // 8]).reshape(-1)
     blocks = (numbers[start : start + _BLOCK, None] >> np.arange(bits) & 1 for start in range(0, len(numbers), _BLOCK))
     each = [np.packbits(block.astype(np.uint8), bitorder="little") for block in blocks]
     return np.concatenate([np.zeros(0, np.uint8), *each])
@@ -255,8 +323,10 @@ def unpacked(content: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.in
 
     Raises Malformed if a bit after the numbers is not 0.
     """
-    if bits in {16, 32}:
-        return content.view(f"<u{bits // 8}").astype(np.int64)
+    if bits % 8 == 0:
+        wide = np.zeros((count, 8), np.uint8)
+        wide[:, : bits // 8] = content.reshape(count, bits // 8)
+        return wide.view("<u8").reshape(-1).astype(np.int64)
     each = np.unpackbits(content, bitorder="little")
     if each[count * bits :].any():
         raise Malformed("sent packed numbers whose unused bits are not 0")

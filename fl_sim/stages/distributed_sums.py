@@ -1,20 +1,22 @@
-"""The privacy bill of distributed differential privacy: the costs of noisy sums, for forecast and privacy statement.
+"""The privacy bills of distributed differential privacy: the costs of noisy sums, for forecast and privacy statement.
 
-The settings are in ``strategies.distributed_dp``. During the run, the layer ``DistributedSums`` writes the costs into
-the privacy ledger.
+The settings are in ``strategies.distributed_dp`` (the privacy unit is a client) and ``strategies.distributed_dp_sgd``
+(a record). During the run, the layer ``DistributedSums`` writes the costs into the privacy ledger.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import numpy as np
 from dp_accounting import dp_event
 
 from fl_sim.experiment.job import Job
 from fl_sim.params import detached, trainable
 from fl_sim.privacy.bill import payment_of
-from fl_sim.privacy.modular_sums import SumGrid
+from fl_sim.privacy.modular_sums import Grid
+from fl_sim.privacy.record_sums import RecordGrid
 from fl_sim.privacy.terms import delta_advice, rounded_up
 from fl_sim.simulation.stage import Run, Stage
 from strategies.algorithm import first_template
@@ -29,24 +31,26 @@ COVERS: Final = (
     "all results that are computed from these sums, such as every global model. The guarantee also holds against the "
     "server."
 )
-DOES_NOT_COVER: Final = (
+_SUMS_ARE_SIMULATED: Final = (
     "Secure aggregation: it is assumed to hide single messages from the server, but this simulation replaces it "
     "by a plain sum. The other clients are trusted to add their noise and to keep this noise secret. Which clients "
     "take part in a round, and which drop out, are treated as public and independent of the data: sampling clients "
     "does not reduce the cost, and the forecast of later rounds assumes no drop-outs. Choices made by looking "
-    "at private data. Facts that are common to many clients, because the model is meant to learn them."
+    "at private data. Facts that are common to many"
 )
 
 
 class DistributedSumsBill(Stage):
     """The stage at the server that plans the noise of the sums and states their privacy cost."""
 
+    does_not_cover: ClassVar[str] = f"{_SUMS_ARE_SIMULATED} clients, because the model is meant to learn them."
+
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._layer: DistributedSums | None = None
 
     @cached_property
-    def grid(self) -> SumGrid:
+    def grid(self) -> Grid:
         """Return the parameters of the noisy sums: their rounding grid and their noise."""
         experiment = self.job.experiment
         params = detached(trainable(self.job.model()).items())
@@ -81,7 +85,7 @@ class DistributedSumsBill(Stage):
         assert self._layer is not None, "statements are made after the rounds"
         said = self._layer.ledger.statement(
             covers=COVERS,
-            does_not_cover=DOES_NOT_COVER,
+            does_not_cover=self.does_not_cover,
             simulation_only=settings.noise == "seeded",
             planned=self.planned,
         )
@@ -121,5 +125,59 @@ class DistributedSumsBill(Stage):
                 "scale": grid.scale,
                 "unopened": layer.unopened if layer else [],
                 "wrapped": layer.wrapped if layer else [],
+            }
+        }
+
+
+class DistributedGradientsBill(DistributedSumsBill):
+    """The stage at the server that plans the noise of the sums of gradients and states their cost per record."""
+
+    does_not_cover: ClassVar[str] = (
+        "The number of each client's records is treated as public. "
+        f"{_SUMS_ARE_SIMULATED} records, because the model is meant to learn them."
+    )
+
+    @cached_property
+    def grid(self) -> Grid:
+        """Return the parameters of the noisy sums. Raises UserError if a sum could exceed the range of 40 bits."""
+        grid = super().grid
+        assert isinstance(grid, RecordGrid)
+        grid.check_records(self.num_records)
+        return grid
+
+    @property
+    def num_records(self) -> int:
+        """Return the number of training records of all clients together."""
+        return int(np.asarray(self.job.shards.sizes).sum())
+
+    def warnings(self) -> list[str]:
+        """Return a sentence on the noise, message size and privacy cost, and a warning if delta is too large."""
+        settings: Any = self.job.experiment.aggregator
+        grid, [payment] = self.grid, self.payments()
+        cost = "no epsilon" if payment.epsilon is None else f"epsilon {rounded_up(payment.epsilon)}"
+        records = self.num_records
+        length = grid.std_of_mean * grid.shares * grid.dimension**0.5 / grid.clipping_norm / max(1, records)
+        said = (
+            f"aggregator={settings.kind}: each number of the sum of gradients has noise of {grid.noise_multiplier:.4g} "
+            f"clipping norms, the total of {grid.shares:,} clients. The noise of the mean over {records:,} records has "
+            f"a norm of {length:.3g} clipping norms; a clipped gradient has a norm of at most 1. A client sends "
+            f"{grid.padded:,} numbers of {grid.bits} bits; one rounding step is "
+            f"{1 / (grid.scale * grid.clipping_norm):.3g} clipping norms. All rounds cost each record at most {cost} "
+            f"at delta {settings.delta:g} if no client drops out. Secure aggregation is simulated by a plain sum"
+        )
+        advice = delta_advice(settings.delta, records)
+        return [said, *([advice] if advice else [])]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the field ``distributed_sums`` for ``result.json``: the noise, the grid, and the unopened rounds."""
+        grid, layer = self.grid, self._layer
+        return {
+            "distributed_sums": {
+                "mechanism": grid.mechanism,
+                "noise_multiplier": grid.noise_multiplier,
+                "bits": grid.bits,
+                "numbers": grid.padded,
+                "scale": grid.scale,
+                "unopened": layer.unopened if layer else [],
             }
         }

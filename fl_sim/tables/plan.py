@@ -308,7 +308,7 @@ def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralize
     for axis in AXES:
         default = Experiment.model_fields[axis].default
         axes.setdefault(axis, [base.get(axis, default if isinstance(default, str | int) else short_form(default))])
-    methods = [_together(entry, grid) for entry in axes.pop("algorithm")]
+    methods = [_together(entry, grid, base.get("algorithm", "fedavg")) for entry in axes.pop("algorithm")]
     methods += [{"algorithm": "centralized"}] if centralized else []
     extra = [key for key in axes if key not in AXES]
     order = [*extra, "data", "partition", "seed"]
@@ -520,16 +520,17 @@ def _further(point: Point, over: str) -> dict[str, str]:
     return {key: text(value) for key, value in further if key.split(".")[0] not in named}
 
 
-def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
+def _together(entry: Any, grid: Mapping[str, Any], usual: Any) -> dict[str, Any]:
     """Return the settings that one entry of the list ``grid.algorithm`` stands for.
 
-    The entry is an algorithm, or a TOML table of an algorithm and further settings.
+    The entry is an algorithm, or a TOML table of an algorithm and further settings. ``usual``: the algorithm of an
+    entry that has only further settings.
     """
     if isinstance(entry, dict) and _LABEL in entry:
         others = {key: value for key, value in entry.items() if key != _LABEL}
         if not isinstance(entry[_LABEL], str) or not entry[_LABEL].strip():
             raise UserError(f"{_LABEL} = {entry[_LABEL]!r} in grid.algorithm: give the name of the row as text")
-        return {**_together(others, grid), _LABEL: entry[_LABEL].strip()}
+        return {**_together(others, grid, usual), _LABEL: entry[_LABEL].strip()}
     if not isinstance(entry, dict) or "kind" in entry or not set(entry) & set(Experiment.model_fields):
         return {"algorithm": entry}
     spanned = {key.split(".")[0] for key in grid} - {"algorithm"} | {"data", "partition", "seed"}
@@ -538,7 +539,7 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
             f"an entry of grid.algorithm sets {', '.join(twice)}, which the table varies already: an entry may "
             "set only parts of a method, such as algorithm, preprocess or aggregator"
         )
-    return {"algorithm": "fedavg", **entry}
+    return {"algorithm": usual, **entry}
 
 
 def _outside(point: Point, instead: Point) -> Point:

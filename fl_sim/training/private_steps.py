@@ -111,6 +111,11 @@ def train_compiled(
     private, count = plan.private, len(records[1])
     assert private is not None
     assert isinstance(private.noise, Noise)
+    if private.sums_only:
+        bounds = ClippingBounds.of(private.clipping, private.clipping_norm, stack.layout)
+        job = private_steps.job_without_order(task, plan, *records)
+        total = private_steps.clipped_sum(kernel, stack, job, bounds)
+        return _unchanged(task, _parts(total, {name: task.params[name] for name, _ in stack.layout}))
     steps, noise = StepPlan.of(private, task.settings, count, stack.layout), private.noise
     turn, stream, each = task.server_round, private.stream, range(steps.num_steps)
 
@@ -158,6 +163,8 @@ def train_privately(
     model.train()
     clipped_sum = clipped_sum_of(model, trained, settings.label_smoothing, private.clipping)
     descent = Descent.of(trained, task, plan, inputs.device)
+    if private.sums_only:
+        return _unchanged(task, _parts(clipped_sum(inputs, labels, private.clipping_norm), trained))
     steps = StepPlan.of(private, settings, count, layout_of(trained))
     for step in range(steps.num_steps):
         joins = private.noise.taking_part(
@@ -179,8 +186,16 @@ def train_privately(
     )
 
 
+def _unchanged(task: LocalTask, gradient_sum: Params) -> Trained:
+    return Trained(dict(task.params), {}, num_steps=1, loss=None, gradient_sum=gradient_sum)
+
+
 def _shaped(values: NDArray[np.float64], like: Params) -> dict[str, torch.Tensor]:
     """Split the vector ``values`` into float32 tensors with the names, shapes and devices of the tensors ``like``."""
-    parts = torch.split(torch.from_numpy(values).float(), [weight.numel() for weight in like.values()])
-    pairs = zip(like.items(), parts, strict=True)
-    return {name: part.view_as(weight).to(weight.device) for (name, weight), part in pairs}
+    return {name: part.float().to(like[name].device) for name, part in _parts(values, like).items()}
+
+
+def _parts(values: NDArray[np.float64], like: Params) -> dict[str, torch.Tensor]:
+    """Split the vector ``values`` into float64 tensors with the names and shapes of the tensors ``like``."""
+    parts = torch.split(torch.from_numpy(values), [weight.numel() for weight in like.values()])
+    return {name: part.view(weight.shape) for (name, weight), part in zip(like.items(), parts, strict=True)}

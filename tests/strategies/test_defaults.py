@@ -258,7 +258,16 @@ def test_defaults_have_an_effect(part: str) -> None:
         if kind == "cfl":  # whose clusters are split after 20 rounds at the earliest
             more = {"rounds": 30}
         # these need a file, a pool, an epsilon, a proxy, or a number of epochs
-        if kind in {"profile", "tstr", "distributed-dp", "feddf", "fedmd", "dense", "co-boosting"}:
+        if kind in {
+            "profile",
+            "tstr",
+            "distributed-dp",
+            "distributed-dp-sgd",
+            "feddf",
+            "fedmd",
+            "dense",
+            "co-boosting",
+        }:
             continue
         assert experiment_from({"clients": 12, **more, part: kind}).remarks == [], kind
 

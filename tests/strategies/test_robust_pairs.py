@@ -50,7 +50,8 @@ HOSTILE = 2
 
 
 def test_the_robust_aggregators_are_known_as_such() -> None:
-    assert set(kinds_of("aggregator")) == {"mean", "global-dp", "distributed-dp", "secure-sum", *ROBUST}
+    sums = {"global-dp", "distributed-dp", "distributed-dp-sgd", "secure-sum"}
+    assert set(kinds_of("aggregator")) == {"mean", *sums, *ROBUST}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

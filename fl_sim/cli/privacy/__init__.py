@@ -242,6 +242,51 @@ def distributed_dp(  # noqa: PLR0913 (one parameter per option)
     say(json.dumps(plan) if json_output else sums_code.in_words(plan))
 
 
+@app.command("distributed-dp-sgd")
+def distributed_dp_sgd(  # noqa: PLR0913 (one parameter per option)
+    *,
+    clients: Annotated[int, typer.Option(help="Number of clients that answer in a round.", min=1)],
+    records: Annotated[int, typer.Option(help="Number of records of all clients together.", min=1)],
+    parameters: Annotated[int, typer.Option(help="Number of trained parameters.", min=1)],
+    noise_multiplier: Annotated[
+        float | None,
+        typer.Option(
+            help="Noise of all clients together, divided by the clipping norm; computed if left out.", min=1e-6, max=1e6
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="Rounds, each a step; if left out, the largest number that --epsilon allows.", min=1),
+    ] = None,
+    delta: _Delta = 1e-5,
+    epsilon: _Epsilon = None,
+    dropped: Annotated[
+        int, typer.Option(help="Also compute the epsilon if this number of clients drops out in each round.")
+    ] = 0,
+    json_output: _Json = False,
+) -> None:
+    """Plan DP-SGD without a trusted server: give two of --noise-multiplier, --rounds and --epsilon.
+
+    The setting is aggregator=distributed-dp-sgd. The guarantee covers the removal of one record. Secure aggregation
+    hides single messages: the server sees only sums over all records. A run only simulates secure aggregation.
+
+    For example:
+
+      fl-sim privacy distributed-dp-sgd --clients 10 --records 50000 --parameters 19450 --rounds 200 --epsilon 3
+    """
+    with importing():
+        from fl_sim.privacy.record_sums import RecordGrid  # noqa: PLC0415 (slow)
+
+    grid = RecordGrid(parameters, clients, 1.0, 1.0)
+    plan = sums_code.answer(
+        sums_code.SumsRequest(grid, noise_multiplier, rounds, epsilon, delta, dropped, "record", records)
+    )
+    grid.with_noise(plan["noise_multiplier"]).check_records(records)
+    for warning in plan["warnings"]:
+        say(f"warning: {warning}", err=True)
+    say(json.dumps(plan) if json_output else sums_code.in_words(plan))
+
+
 @app.command("selection")
 def plan_selection(  # noqa: PLR0913 (one parameter per option)
     *,

@@ -240,6 +240,15 @@ def test_further_settings_of_an_entry_are_named_and_change_single_keys_of_the_ba
     assert (local.epochs, local.learning_rate) == (3, 0.5)
 
 
+def test_an_entry_without_an_algorithm_has_that_of_the_base() -> None:
+    entries = [{"label": "mean", "aggregator": "mean"}, {"aggregator": "median"}, "fedavg"]
+    plan = plan_table(settings(base={"algorithm": {"kind": "worker-momentum", "beta": 0.5}}, algorithm=entries))
+    found = [(cell.experiment.algorithm.kind, cell.experiment.aggregator.kind) for cell in plan.cells]
+    assert found == [("worker-momentum", "mean"), ("worker-momentum", "median"), ("fedavg", "mean")]
+    plan = plan_table(settings(algorithm=entries[:2]))
+    assert [cell.experiment.algorithm.kind for cell in plan.cells] == ["fedavg", "fedavg"]
+
+
 @pytest.mark.parametrize(
     ("grid", "message"),
     [

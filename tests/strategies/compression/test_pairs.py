@@ -35,7 +35,7 @@ REFUSED = {
     "afl": "send no updates",
     "fedpft": "send no updates",
 }
-SUMS = ("global-dp", "distributed-dp", "secure-sum")
+SUMS = ("global-dp", "distributed-dp", "distributed-dp-sgd", "secure-sum")
 DRIFTS = ("scaffold", "feddyn", "fedspeed")
 """Algorithms of which the server and its clients add up the same updates, each for itself."""
 

@@ -255,6 +255,29 @@ def test_distributed_dp_refuses_what_cannot_be_planned() -> None:
     assert "warning: delta 0.005 is large for 100 protected units" in advice.stderr
 
 
+SUMS_OF_RECORDS = ("distributed-dp-sgd", "--clients", "10", "--records", "50000", "--parameters", "7850")
+
+
+def test_distributed_dp_sgd_finds_each_quantity_from_the_others() -> None:
+    plan = call(*SUMS_OF_RECORDS, "--rounds", "100", "--epsilon", "3", "--dropped", "2")
+    assert (plan["unit"], plan["adjacency"], plan["asked"]) == ("record", "add-or-remove-one", "noise_multiplier")
+    assert 2.99 < plan["epsilon"] <= 3.0 < plan["epsilon_with_dropped"]
+    assert (plan["numbers"], plan["bits"], plan["bytes"]) == (7850, 40, 39250)
+    assert plan["std_of_mean"] == pytest.approx(plan["noise_multiplier"] / 50_000, rel=1e-6)
+    z = str(plan["noise_multiplier"])
+    assert call(*SUMS_OF_RECORDS, "--rounds", "100", "--noise-multiplier", z)["epsilon"] == plan["epsilon"]
+    fits = call(*SUMS_OF_RECORDS, "--noise-multiplier", z, "--epsilon", "3")
+    assert (fits["asked"], fits["rounds"]) == ("rounds", 100)
+    shown = CliRunner().invoke(app, [*SUMS_OF_RECORDS, "--rounds", "100", "--epsilon", "3", "--delta", "1e-4"])
+    assert "clipping norm of one record" in shown.stdout
+    assert "warning: delta 0.0001 is not below 1 / 50000" in shown.stderr
+
+
+def test_distributed_dp_sgd_refuses_what_cannot_be_planned() -> None:
+    assert "give two of --noise-multiplier, --rounds, --epsilon" in refusal(*SUMS_OF_RECORDS, "--rounds", "10")
+    assert "may exceed the range" in refusal(*SUMS_OF_RECORDS, "--rounds", "1", "--noise-multiplier", "0.001")
+
+
 def test_a_plan_of_dp_sgd_names_the_setting_of_a_run_with_this_cost() -> None:
     sampling = ("--sampling-rate", "0.01", "--noise-multiplier", "1", "--delta", "1e-5")
     runner = CliRunner()
