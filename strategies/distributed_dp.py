@@ -17,7 +17,7 @@ from fl_sim.types import Aggregate, Cohort
 from strategies.samplers import Cyclic, Everyone
 
 if TYPE_CHECKING:
-    from fl_sim.privacy.modular_sums import Grid, SumGrid
+    from fl_sim.privacy.modular_sums import NoisyGrid, SumGrid
 
 
 class NoisySums(Settings):
@@ -40,7 +40,7 @@ class NoisySums(Settings):
             )
         return self
 
-    def grid(self, dimension: int, shares: int, noise_multiplier: float) -> Grid:
+    def grid(self, dimension: int, shares: int, noise_multiplier: float) -> NoisyGrid:
         """Return the rounding grid and the noise of a sum.
 
         ``dimension``: the length of the summed vectors. ``shares``: the number of clients whose noise adds up to

@@ -23,7 +23,16 @@ from fl_sim.errors import BudgetExhausted, Malformed, RunError, UserError
 from fl_sim.params import detached, layout_of, num_parameters, payload_vector, payloads_in, trainable
 from fl_sim.privacy.ledger import Ledger, Receipt
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.modular_sums import Grid, SumGrid, mean_of_sum, noise_for, packed, share_of, unpacked, wraps_around
+from fl_sim.privacy.modular_sums import (
+    NoisyGrid,
+    SumGrid,
+    mean_of_sum,
+    noise_for,
+    packed,
+    share_of,
+    unpacked,
+    wraps_around,
+)
 from fl_sim.privacy.terms import Adjacency, Terms, rounded_up
 from fl_sim.store.run_directory import LEDGER, RoundRecord, read_rounds
 from fl_sim.types import (
@@ -54,7 +63,7 @@ def terms_of(settings: NoisySums) -> Terms:
     return Terms(settings.unit, Adjacency.ADD_OR_REMOVE_ONE, settings.delta, settings.epsilon)
 
 
-def grid_of(experiment: Any, sent: Payloads) -> Grid:
+def grid_of(experiment: Any, sent: Payloads) -> NoisyGrid:
     """Return the rounding grid of a run's sums. ``sent``: the payload template of the algorithm.
 
     If the settings have no noise multiplier, the smallest noise multiplier that the budget allows is used. The noise is
@@ -75,7 +84,7 @@ def num_charges(experiment: Any) -> int:
 
 
 @lru_cache(maxsize=64)
-def _grid(settings: NoisySums, dimension: int, shares: int, charges: int) -> Grid:
+def _grid(settings: NoisySums, dimension: int, shares: int, charges: int) -> NoisyGrid:
     noise_multiplier = settings.noise_multiplier
     if noise_multiplier is None:
         assert settings.epsilon is not None
@@ -99,7 +108,7 @@ class DistributedSums(Layer):
     seed: int
     ledger: Ledger
     noise: Noise
-    grid: Grid | None = None
+    grid: NoisyGrid | None = None
     unopened: list[int] = field(default_factory=list)
     wrapped: list[int] = field(default_factory=list)
 
@@ -276,7 +285,7 @@ class ClientShares(ClientLayer):
     """
 
     only_sums: ClassVar[bool] = True
-    grid: Grid
+    grid: NoisyGrid
     template: Payloads
     seed: int
     run_digest: str

@@ -40,25 +40,28 @@ EDGE: Final = 0.75
 """A number of the sum is near the edge if its absolute value exceeds this fraction of half of the modulus."""
 
 
-class Grid(Protocol):
-    """The rounding grid and the noise of a noisy sum of vectors. All fields are public.
-
-    ``dimension``: the length of a vector. ``shares``: the number of clients whose noise adds up to the planned noise.
-    ``clipping_norm``: the largest L2 norm of what one privacy unit adds to the sum. ``noise_multiplier``: the planned
-    standard deviation of the noise on each number of the sum, divided by ``clipping_norm``. ``scale``: a number x
-    becomes x * ``scale``, in grid steps.
-    """
+class NoisyGrid(Protocol):
+    """The rounding grid and the noise of a noisy sum of vectors. All values are public."""
 
     @property
-    def dimension(self) -> int: ...  # noqa: D102 (described above)
+    def dimension(self) -> int:
+        """Return the length of a vector."""
+
     @property
-    def shares(self) -> int: ...  # noqa: D102
+    def shares(self) -> int:
+        """Return the number of clients whose noise adds up to the planned noise."""
+
     @property
-    def clipping_norm(self) -> float: ...  # noqa: D102
+    def clipping_norm(self) -> float:
+        """Return the largest L2 norm of what one privacy unit adds to the sum."""
+
     @property
-    def noise_multiplier(self) -> float: ...  # noqa: D102
+    def noise_multiplier(self) -> float:
+        """Return the planned standard deviation of the noise on each number of the sum, in clipping norms."""
+
     @property
-    def scale(self) -> float: ...  # noqa: D102
+    def scale(self) -> float:
+        """Return the scale: a number x of a vector becomes x * scale, in grid steps."""
 
     @property
     def padded(self) -> int:
@@ -208,7 +211,7 @@ class SumGrid:
         return math.sqrt(variance) / self.scale / self.shares
 
 
-def noise_for(grid: Grid, rounds: int, epsilon: float, delta: float) -> float:
+def noise_for(grid: NoisyGrid, rounds: int, epsilon: float, delta: float) -> float:
     """Return the smallest noise multiplier with which ``rounds`` sums cost at most ``epsilon`` at ``delta``.
 
     The assumption is that no client drops out, so every sum contains the noise of all clients. The noise multiplier in

@@ -15,7 +15,7 @@ from dp_accounting import dp_event
 from fl_sim.experiment.job import Job
 from fl_sim.params import detached, trainable
 from fl_sim.privacy.bill import payment_of
-from fl_sim.privacy.modular_sums import Grid
+from fl_sim.privacy.modular_sums import NoisyGrid
 from fl_sim.privacy.record_sums import RecordGrid
 from fl_sim.privacy.terms import delta_advice, rounded_up
 from fl_sim.simulation.stage import Run, Stage
@@ -50,7 +50,7 @@ class DistributedSumsBill(Stage):
         self._layer: DistributedSums | None = None
 
     @cached_property
-    def grid(self) -> Grid:
+    def grid(self) -> NoisyGrid:
         """Return the parameters of the noisy sums: their rounding grid and their noise."""
         experiment = self.job.experiment
         params = detached(trainable(self.job.model()).items())
@@ -138,7 +138,7 @@ class DistributedGradientsBill(DistributedSumsBill):
     )
 
     @cached_property
-    def grid(self) -> Grid:
+    def grid(self) -> NoisyGrid:
         """Return the parameters of the noisy sums. Raises UserError if a sum could exceed the range of 40 bits."""
         grid = super().grid
         assert isinstance(grid, RecordGrid)

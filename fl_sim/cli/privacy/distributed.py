@@ -5,7 +5,7 @@ from typing import Any
 
 from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import epsilon_of_counts, steps_that_fit
-from fl_sim.privacy.modular_sums import Grid, noise_for
+from fl_sim.privacy.modular_sums import NoisyGrid, noise_for
 from fl_sim.privacy.terms import (
     Adjacency,
     check_two_given,
@@ -26,7 +26,7 @@ class SumsRequest:
     round. ``unit``: the privacy unit. ``num_units``: the number of privacy units in a round.
     """
 
-    grid: Grid
+    grid: NoisyGrid
     noise: float | None
     rounds: int | None
     target: float | None
