@@ -185,9 +185,12 @@ def test_the_engines_agree_on_what_clients_make_private(kind: str, one_ray: None
 
 
 @pytest.mark.cluster
-def test_the_engines_agree_on_sums_of_whole_numbers(one_ray: None, tmp_path: Path) -> None:
-    base = settings("scaffold", "inprocess", "mlp").model_dump()
-    base |= {"aggregator": {"kind": "distributed-dp", "noise_multiplier": 1.0, "noise": "seeded"}}
+@pytest.mark.parametrize(("kind", "algorithm"), [("distributed-dp", "scaffold"), ("distributed-dp-sgd", "fedavgm")])
+def test_the_engines_agree_on_sums_of_whole_numbers(kind: str, algorithm: str, one_ray: None, tmp_path: Path) -> None:
+    base = settings(algorithm, "inprocess", "mlp").model_dump()
+    base |= {"aggregator": {"kind": kind, "noise_multiplier": 1.0, "noise": "seeded"}}
+    if kind == "distributed-dp-sgd":
+        base["local"] = {"learning_rate": 0.1}
     base |= {"sampler": "full", "compress": "none", "evaluate": {}}
     results = [run(experiment_from({**base, "engine": engine}), tmp_path / engine) for engine in ("inprocess", "ray:2")]
     assert_same_bits(tmp_path / "inprocess", tmp_path / "ray:2")
