@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
-from fl_sim.kinds import Choices, kind_of, off
+from fl_sim.kinds import Choices, kind_of
 from strategies.distributed_dp import NoisySums
 
 if TYPE_CHECKING:
     from fl_sim.privacy.record_sums import RecordGrid
+
+EVERY_RECORD: Final = 2**20
+"""A batch size that no client's number of records exceeds: ``MOST_RECORDS`` of all clients together is the limit."""
 
 _STEP: Final = "a round is one gradient step on all records, which the server takes"
 
@@ -45,7 +48,9 @@ class DistributedDPSGD(NoisySums):
     title: ClassVar[str] = "distributed DP-SGD"
     layer: ClassVar[str] = "strategies.distributed_gradients:DistributedGradients"
     stage: ClassVar[str] = "fl_sim.stages.distributed_sums:DistributedGradientsBill"
-    starts_with: ClassVar[Mapping[str, Any]] = {"local": {"steps": 1, "momentum": 0.0, "weight_decay": 0.0}}
+    starts_with: ClassVar[Mapping[str, Any]] = {
+        "local": {"steps": 1, "batch_size": EVERY_RECORD, "momentum": 0.0, "weight_decay": 0.0}
+    }
     unit: ClassVar[str] = "record"
     noise: Literal["secret", "seeded"] = "secret"
 
@@ -60,7 +65,8 @@ class DistributedDPSGD(NoisySums):
         super().check(experiment)
         local, batches = experiment.local, "the gradient of every record is clipped, and no batch is drawn"
         unused = {
-            "steps": (1, _STEP), "momentum": (0.0, f"{_STEP}: take algorithm=fedavgm"), "weight_decay": (0.0, _STEP),
+            "steps": (1, _STEP), "batch_size": (EVERY_RECORD, "every record is in every step"),
+            "momentum": (0.0, f"{_STEP}: take algorithm=fedavgm"), "weight_decay": (0.0, _STEP),
             "clip_norm": (0.0, batches), "optimizer": ("sgd", f"{_STEP}: take algorithm=fedadam"),
             "augment": ("none", "its random numbers do not come from the client's secret source"),
             "batch_norm": ("none", "running statistics are means over records without noise"),
@@ -69,12 +75,6 @@ class DistributedDPSGD(NoisySums):
         for name, (wanted, reason) in unused.items():
             if (value := getattr(local, name)) != wanted:
                 raise ValueError(
-                    f"local.{name}={value} cannot run under aggregator {kind_of(self)}: {reason}; set "
-                    f"local.{name}={wanted}"
+                    f"local.{name}={value} cannot run under aggregator {kind_of(self)}: {reason}; leave local.{name} "
+                    "out"
                 )
-
-    def remarks(self, experiment: Choices) -> list[str]:
-        """Return a sentence if the batch size is set, because every record is in every step."""
-        local: Any = experiment.local
-        size, usual = local.batch_size, type(local).model_fields["batch_size"].default
-        return [off(f"local.batch_size={size}", "every record is in every step")] if size != usual else []

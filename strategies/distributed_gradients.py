@@ -84,9 +84,8 @@ class ClientGradients(ClientShares):
     """Turns the sum of the clipped gradients of a client's records into noisy integers modulo 2^40."""
 
     def received(self, task: LocalTask) -> LocalTask:
-        """Return ``task`` for one step on all records, without class counts, which would reveal facts about records."""
-        settings = replace(task.settings, batch_size=max(1, task.num_examples), epochs=1, steps=1)
-        return replace(task, class_counts=CLASS_COUNTS, num_examples=min(1, task.num_examples), settings=settings)
+        """Return ``task`` without class counts and number of records, which would reveal facts about records."""
+        return replace(task, class_counts=CLASS_COUNTS, num_examples=min(1, task.num_examples))
 
     def shown(self, records: Records) -> Records:
         """Return a placeholder instead of the records, because the algorithm's own code must not read them."""

@@ -30,11 +30,11 @@ from fl_sim.privacy.modular_sums import signed
 BITS: Final = 40
 """The number of bits of a sent number."""
 
-STEPS_OF_NOISE: Final = 2**16
-"""The standard deviation of a client's noise in grid steps. More steps need a larger table of the distribution."""
-
 MOST_RECORDS: Final = 2**20
 """The largest number of records of all clients together, for which the rounding errors of float64 are covered."""
+
+STEPS_OF_NOISE: Final = 2**16
+"""The standard deviation of a client's noise in grid steps. More steps need a larger table of the distribution."""
 
 _TAIL: Final = 16  # no noise number is further from 0 than this number of standard deviations
 

@@ -20,7 +20,7 @@ from fl_sim.privacy import record_sums
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.modular_sums import signed
-from fl_sim.privacy.record_sums import RecordGrid, opened
+from fl_sim.privacy.record_sums import MOST_RECORDS, RecordGrid, opened
 from fl_sim.simulation.rounds import planned_bill, procedure_of
 from fl_sim.simulation.run import run
 from fl_sim.training.loop import to_tensors
@@ -262,7 +262,7 @@ def test_the_algorithms_code_sees_no_records() -> None:
         len(found.class_counts)
     with pytest.raises(UserError, match="without noise"):
         len(half.shown(Records.of(torch.zeros(9, 2), torch.zeros(9))))
-    assert (found.num_examples, found.settings.batch_size, found.settings.num_steps(9)) == (1, 9, 1)
+    assert found.num_examples == 1
 
 
 def test_a_client_without_records_sends_its_noise(tmp_path: Path) -> None:
@@ -305,7 +305,11 @@ class Changed(DistributedDPSGD):
         ({"algorithm": "fedlc"}, "fedlc"),
         ({"algorithm": "fedmix"}, "averages of their records"),
         ({"algorithm": "local-only"}, "local-only"),
-        ({"local": {"steps": 5}}, r"local.steps=5 cannot run .* set local.steps=1"),
+        ({"local": {"steps": 5}}, r"local.steps=5 cannot run .* leave local.steps out"),
+        (
+            {"local": {"batch_size": 64}},
+            "local.batch_size=64 .*every record is in every step; leave local.batch_size out",
+        ),
         ({"local": {"epochs": 2}}, r"local.epochs=2 and local.steps=1"),
         ({"local": {"momentum": 0.9}}, r"local.momentum=0.9 .*take algorithm=fedavgm"),
         ({"local": {"weight_decay": 0.1}}, "local.weight_decay=0.1"),
@@ -334,9 +338,9 @@ def test_what_the_sum_would_not_hide_is_refused(changes: dict[str, Any], match: 
     assert not (tmp_path / "run" / "ledger.jsonl").exists()
 
 
-def test_a_batch_size_is_reported_as_unused(tmp_path: Path) -> None:
-    result = ran(tmp_path / "run", local={"batch_size": 7, "learning_rate": 0.1})
-    assert any("local.batch_size=7 has no effect: every record is in every step" in one for one in result["warnings"])
+def test_every_record_is_in_the_batch() -> None:
+    local = experiment_from(settings_of()).local
+    assert (local.steps, local.batch_size, local.momentum, local.weight_decay) == (1, MOST_RECORDS, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
