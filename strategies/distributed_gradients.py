@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clients.private_steps import CLASS_COUNTS, RECORDS
-from fl_sim.errors import UserError
+from fl_sim.errors import RunError, UserError
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan, PrivateSteps
 from fl_sim.params import layout_of, vector_in
@@ -27,6 +27,8 @@ from strategies.distributed_sums import ClientShares, DistributedSums
 from strategies.layer import Beginning, Workload
 
 _DELTA: Final = "delta"
+_OWN_TRAINING: Final = ("course", "further", "own_scores", "sends", "start", "trainers")
+"""Methods of an algorithm that change what a client trains, sends, or predicts with."""
 
 
 @dataclass
@@ -59,6 +61,7 @@ class DistributedGradients(DistributedSums):
         """Raise UserError for an algorithm whose local steps are not plain SGD, or that needs more than the mean."""
         algorithm = experiment.algorithm
         changed = [one.name for one in fields(LocalPlan) if getattr(beginning.plan, one.name) != one.default]
+        changed += [name for name in _OWN_TRAINING if hasattr(algorithm, name)]
         if set(beginning.sent) != {_DELTA} or beginning.kept or [name for name in changed if name != "private"]:
             raise UserError(
                 f"algorithm {kind_of(algorithm)} cannot run under aggregator {kind_of(experiment.aggregator)}: a round "
@@ -108,6 +111,8 @@ class ClientGradients(ClientShares):
         del update
         assert isinstance(self.grid, RecordGrid)
         total, [layout] = np.zeros(self.grid.dimension), map(layout_of, self.template.values())
-        if came.num_examples and trained.gradient_sum is not None:
+        if came.num_examples:
+            if trained.gradient_sum is None:
+                raise RunError("the trainer did not add up the gradients of the records: take another algorithm")
             total = vector_in(trained.gradient_sum, layout).numpy()
         return record_share(total, self.grid, self._noise(came.client, came.server_round), came.server_round)

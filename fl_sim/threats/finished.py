@@ -20,7 +20,7 @@ from fl_sim.experiment.experiment import experiment_of_run
 from fl_sim.experiment.frozen_body import FrozenBody
 from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import Job, job_of
-from fl_sim.kinds import is_none, kind_of, replaces_records
+from fl_sim.kinds import hides_clients, is_none, kind_of, replaces_records
 from fl_sim.report.files import PrivacyStatement
 from fl_sim.settings import read_table
 from fl_sim.simulation.client_runtime import evaluation_records
@@ -88,12 +88,13 @@ class FinishedRun:
     def covering(self) -> list[PrivacyStatement]:
         """The privacy statements with the unit "record" that cover the final model; empty if no statement covers it.
 
-        A statement covers the model in two cases: clients add noise in training, or they train only on synthetic
-        records. If clients also train on their own records, a statement about the synthetic records does not cover the
-        model.
+        A statement covers the model in two cases: clients add noise in training or to what the server sees of it, or
+        they train only on synthetic records. If clients also train on their own records, a statement about the
+        synthetic records does not cover the model.
         """
         experiment = self.job.experiment
-        is_covered = replaces_records(experiment.preprocess) or not is_none(experiment.local.privacy)
+        adds_noise = not is_none(experiment.local.privacy) or hides_clients(experiment.aggregator)
+        is_covered = adds_noise or replaces_records(experiment.preprocess)
         return [one for one in self.privacy if one.unit == "record" and is_covered]
 
     @cached_property

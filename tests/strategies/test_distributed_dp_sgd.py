@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from fl_sim.errors import UserError
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.privacy import record_sums
@@ -23,9 +23,11 @@ from fl_sim.privacy.modular_sums import signed
 from fl_sim.privacy.record_sums import MOST_RECORDS, RecordGrid, opened
 from fl_sim.simulation.rounds import planned_bill, procedure_of
 from fl_sim.simulation.run import run
+from fl_sim.threats.finished import FinishedRun
+from fl_sim.threats.observed import Observed
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.records import Records
-from fl_sim.types import LocalTask
+from fl_sim.types import ClientUpdate, LocalTask, Trained
 from strategies import distributed_gradients
 from strategies.algorithm import ONE_STEP
 from strategies.distributed_dp_sgd import DistributedDPSGD
@@ -263,6 +265,9 @@ def test_the_algorithms_code_sees_no_records() -> None:
     with pytest.raises(UserError, match="without noise"):
         len(half.shown(Records.of(torch.zeros(9, 2), torch.zeros(9))))
     assert found.num_examples == 1
+    untrained = Trained({}, {}, 1, None)
+    with pytest.raises(RunError, match="did not add up the gradients"):
+        half.share(task, untrained, ClientUpdate({}, 1, None))
 
 
 def test_a_client_without_records_sends_its_noise(tmp_path: Path) -> None:
@@ -303,6 +308,8 @@ class Changed(DistributedDPSGD):
         ({"algorithm": "fedprox"}, "take fedavg, fedavgm, fedadam"),
         ({"algorithm": "ditto"}, "clients have no local training that the algorithm could change"),
         ({"algorithm": "fedlc"}, "fedlc"),
+        *[({"algorithm": one, "model": "mlp"}, "take fedavg, fedavgm") for one in ("fedper", "lg-fedavg", "knn-per")],
+        ({"algorithm": "per-fedavg"}, "clients have no local training that the algorithm could change"),
         ({"algorithm": "fedmix"}, "averages of their records"),
         ({"algorithm": "local-only"}, "local-only"),
         ({"local": {"steps": 5}}, r"local.steps=5 cannot run .* leave local.steps out"),
@@ -346,10 +353,20 @@ def test_every_record_is_in_the_batch() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"algorithm": "fedyogi"}, {"model": "2nn"}, {"sampler": "cyclic:2"}, {"local": {"label_smoothing": 0.1}},
+        {"algorithm": "fedyogi"}, {"model": "2nn"}, {"algorithm": "fedit", "model": "mlp"}, {"sampler": "cyclic:2"},
+        {"local": {"label_smoothing": 0.1}},
         {"local": {"schedule": {"kind": "exponential", "decay": 0.5}}}, {"model": {"name": "mlp", "trainable": "head"}},
     ],
 )  # fmt: skip
 def test_it_works_with(changes: dict[str, Any], tmp_path: Path) -> None:
     [said] = ran(tmp_path / "run", **changes)["privacy"]
     assert said["steps_planned"] == (1 if "sampler" in changes else 2)
+
+
+def test_attacks_on_a_finished_run_know_what_it_claims_for_a_record(tmp_path: Path) -> None:
+    ran(tmp_path / "run")
+    finished = FinishedRun.of(tmp_path / "run")
+    [claim] = finished.covering
+    assert claim.unit == "record"
+    with pytest.raises(UserError, match="its server sees only sums over clients"):
+        Observed.of(finished, 0, finished.procedure.beginning())
