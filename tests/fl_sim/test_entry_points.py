@@ -99,7 +99,7 @@ def test_a_kind_is_imported_where_it_is_chosen_and_no_other() -> None:
 
 def test_a_message_lists_names_without_importing_what_they_name(install_package: Any) -> None:
     install_package("fed-broken", {"fl_sim.algorithm": {"fedbroken": "no_such_module:Nothing"}})
-    with pytest.raises(UserError, match=r"valid: afl, .*balanced-softmax, .*, tstr, fedbroken, or your own"):
+    with pytest.raises(UserError, match=r"valid: afl, .*balanced-softmax, .*, worker-momentum, fedbroken, or your own"):
         experiment_from({"algorithm": "fedbrokn"})
     with pytest.raises(UserError, match="'no_such_module:Nothing' cannot be imported: there is no module"):
         experiment_from({"algorithm": "fedbroken"})

@@ -39,13 +39,14 @@ from fl_sim.clipping import FLAT, Clipping
 from fl_sim.errors import UserError
 from fl_sim.local_plan import LocalPlan, PrivateSteps
 from fl_sim.params import detached, trainable
-from fl_sim.privacy import mechanisms, modular_sums
+from fl_sim.privacy import mechanisms, modular_sums, record_sums
 from fl_sim.privacy.events import pure_epsilon
 from fl_sim.privacy.integer_noise import Mechanism
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.modular_sums import SumGrid
+from fl_sim.privacy.modular_sums import SumGrid, signed
 from fl_sim.privacy.pate import smooth_sensitivity
 from fl_sim.privacy.pate.labelling_cost import ConfidentCost, Cost, GNMaxCost, LNMaxCost
+from fl_sim.privacy.record_sums import RecordGrid
 from fl_sim.training import per_record
 from fl_sim.training.private_steps import train_privately
 from fl_sim.types import ClientUpdate, Cohort, LocalSettings, LocalTask, Reply
@@ -85,6 +86,7 @@ COINS = {
     ("fl_sim/training/private_steps.py", "batch "): "who takes part, as above",
     ("clients/dafl/dpcgan/training.py", "latent vectors"): "looks at no record",
     ("fl_sim/privacy/modular_sums.py", "rounding of a share, try "): "whatever they are, the rounded norm is bounded",
+    ("fl_sim/privacy/record_sums.py", "rounding of a share"): "the same for all neighbours, which it moves by a step",
     ("clients/dafl/dpcgan/training.py", "classes of fakes"): "looks at counts that were released",
 }
 """The same for secret coins that no sum is hidden by."""
@@ -415,6 +417,33 @@ def test_integer_sums(
     assert float((moved**2).sum()) <= event.l2**2 * (1 + 1e-12)
     assert float(np.abs(moved).sum()) <= event.l1 * (1 + 1e-12)
     if length >= 1 and math.isfinite(length):
+        assert float((moved**2).sum()) > 0.95 * event.l2**2
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.2, 3.0, 50.0])
+@pytest.mark.parametrize("length", [0.4, 1.0, 5.0])
+def test_integer_sums_of_records(length: float, noise_multiplier: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One record of a client, clipped as its trainer clips it, beside 60 others, and with nothing in its place."""
+    draw, norm = np.random.default_rng(1), 0.37
+    gradients = torch.from_numpy(draw.normal(size=(61, 50)))
+    gradients *= length * norm / gradients.norm(dim=1, keepdim=True)
+    grid, variances = RecordGrid(50, 3, norm, noise_multiplier), list[float]()
+
+    def none(mechanism: str, variance: float, noise: Noise, count: int, **more: object) -> np.ndarray:
+        variances.append(variance)
+        return np.zeros(count, np.int64)
+
+    monkeypatch.setattr(record_sums, "drawn", none)
+    clipped = (gradients * (norm / gradients.norm(dim=1, keepdim=True)).clamp(max=1)).numpy()
+    sums = [
+        sum(record_sums.record_share(rows.sum(axis=0), grid, NOISE, 1) for rows in (mine, clipped[:9]))
+        for mine in (clipped, clipped[1:])
+    ]
+    moved, event = signed(np.asarray(sums[0] - sums[1]), grid.bits), grid.event(2)
+    assert event.variance == variances[0] + variances[1]  # a third client dropped out
+    assert float((moved**2).sum()) <= event.l2**2 * (1 + 1e-12)
+    assert float(np.abs(moved).sum()) <= event.l1 * (1 + 1e-12)
+    if length >= 1:
         assert float((moved**2).sum()) > 0.95 * event.l2**2
 
 
