@@ -287,11 +287,10 @@ class OneIsEmpty(OneRecord):
         return [first[:0], *others]
 
 
-@pytest.mark.parametrize("engine", ["inprocess", "ray"])
-def test_secret_noise_differs_from_run_to_run(engine: str, tmp_path: Path) -> None:
+def test_secret_noise_differs_from_run_to_run(tmp_path: Path) -> None:
     models = []
     for number in range(2):
-        ran(tmp_path / str(number), {"noise": "secret"}, engine=engine, rounds=1)
+        ran(tmp_path / str(number), {"noise": "secret"}, rounds=1)
         models.append(model_of(tmp_path / str(number)))
         assert not any(path.suffix == ".npy" for path in (tmp_path / str(number)).rglob("*"))
     assert any((value != models[1][name]).any() for name, value in models[0].items())
