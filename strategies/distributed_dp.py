@@ -5,6 +5,7 @@ The arithmetic is in ``fl_sim.privacy.modular_sums``, and the layer in ``strateg
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -40,13 +41,13 @@ class NoisySums(Settings):
             )
         return self
 
+    @abstractmethod
     def grid(self, dimension: int, shares: int, noise_multiplier: float) -> NoisyGrid:
         """Return the rounding grid and the noise of a sum.
 
         ``dimension``: the length of the summed vectors. ``shares``: the number of clients whose noise adds up to
         ``noise_multiplier``.
         """
-        raise NotImplementedError
 
     def mean(self, cohort: Cohort, weighting: object) -> Aggregate:
         """Raise AssertionError: the layer ``DistributedSums`` computes the mean, from sums modulo 2^bits."""

@@ -15,9 +15,10 @@ Liu, Steinke 2021.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 import numpy as np
 from dp_accounting import dp_event
@@ -40,100 +41,52 @@ EDGE: Final = 0.75
 """A number of the sum is near the edge if its absolute value exceeds this fraction of half of the modulus."""
 
 
-class NoisyGrid(Protocol):
-    """The rounding grid and the noise of a noisy sum of vectors. All values are public."""
-
-    @property
-    def dimension(self) -> int:
-        """Return the length of a vector."""
-
-    @property
-    def shares(self) -> int:
-        """Return the number of clients whose noise adds up to the planned noise."""
-
-    @property
-    def clipping_norm(self) -> float:
-        """Return the largest L2 norm of what one privacy unit adds to the sum."""
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Return the planned standard deviation of the noise on each number of the sum, in clipping norms."""
-
-    @property
-    def scale(self) -> float:
-        """Return the scale: a number x of a vector becomes x * scale, in grid steps."""
-
-    @property
-    def padded(self) -> int:
-        """Return the number of numbers in a message."""
-
-    @property
-    def bits(self) -> int:
-        """Return the number of bits of a sent number."""
-
-    @property
-    def modulus(self) -> int:
-        """Return the modulus, 2^bits."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size in bytes of a message."""
-
-    @property
-    def share_variance(self) -> float:
-        """Return the variance of one client's noise, in squared grid steps."""
-
-    @property
-    def std_of_mean(self) -> float:
-        """Return an upper bound on the standard deviation of the error in each number of the mean over ``shares``."""
-
-    @property
-    def cure(self) -> str:
-        """Return advice, as a noun phrase, for sums whose rounding is too coarse."""
-
-    @property
-    def mechanism(self) -> Mechanism:
-        """Return the name of the noise distribution."""
-
-    def event(self, present: int) -> dp_event.DpEvent:
-        """Return the privacy event of a sum that contains the noise of ``present`` clients."""
-
-    def with_noise(self, noise_multiplier: float) -> Self:
-        """Return the grid for another noise multiplier."""
-
-
 @dataclass(frozen=True)
-class SumGrid:
-    """The rounding grid and the noise of a noisy sum. All fields are public.
+class NoisyGrid(ABC):
+    """The rounding grid and the noise of a noisy sum of vectors. All fields are public.
 
-    ``dimension``: the length of a client's vector. ``shares``: the number of clients whose noise adds up to the planned
-    noise. ``clipping_norm``: the largest L2 norm of a client's vector. ``noise_multiplier``: the planned standard
-    deviation of the noise on each number of the sum, divided by ``clipping_norm``. ``mechanism``: the distribution of
-    the noise. ``bits``: the number of bits of a sent number. ``headroom``: the number of standard deviations of the sum
-    that fit into half of the modulus.
+    ``dimension``: the length of a vector. ``shares``: the number of clients whose noise adds up to the planned noise.
+    ``clipping_norm``: the largest L2 norm of what one privacy unit adds to the sum. ``noise_multiplier``: the planned
+    standard deviation of the noise on each number of the sum, divided by ``clipping_norm``.
     """
 
     dimension: int
     shares: int
     clipping_norm: float
     noise_multiplier: float
-    mechanism: Mechanism = "skellam"
-    bits: int = 16
-    headroom: float = 4.0
+
+    @property
+    @abstractmethod
+    def mechanism(self) -> Mechanism:
+        """Return the name of the noise distribution."""
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Return the number of bits of a sent number."""
+
+    @property
+    @abstractmethod
+    def padded(self) -> int:
+        """Return the number of numbers in a message."""
+
+    @property
+    @abstractmethod
+    def scale(self) -> float:
+        """Return the scale: a number x of a vector becomes x * scale, in grid steps."""
+
+    @property
+    @abstractmethod
+    def cure(self) -> str:
+        """Return advice, as a noun phrase, for sums whose rounding is too coarse."""
+
+    @abstractmethod
+    def event(self, present: int) -> dp_event.DpEvent:
+        """Return the privacy event of a sum that contains the noise of ``present`` clients."""
 
     def with_noise(self, noise_multiplier: float) -> Self:
         """Return the grid for another noise multiplier."""
         return replace(self, noise_multiplier=noise_multiplier)
-
-    @property
-    def cure(self) -> str:
-        """Return advice, as a noun phrase, for sums whose rounding is too coarse."""
-        return "more bits"
-
-    @property
-    def padded(self) -> int:
-        """Return the length of a zero-padded vector: the smallest power of two that is at least ``dimension``."""
-        return 1 << (self.dimension - 1).bit_length()
 
     @property
     def modulus(self) -> int:
@@ -144,6 +97,41 @@ class SumGrid:
     def num_bytes(self) -> int:
         """Return the size in bytes of the message that a client sends for one sum."""
         return -(-self.padded * self.bits // 8)
+
+    @cached_property
+    def share_variance(self) -> float:
+        """Return the variance of one client's noise, in squared grid steps, rounded up to a multiple of 2^-10."""
+        wanted = (self.noise_multiplier * self.clipping_norm * self.scale) ** 2 / self.shares
+        return math.ceil(wanted * VARIANCE_STEPS) / VARIANCE_STEPS
+
+    @property
+    def std_of_mean(self) -> float:
+        """Return an upper bound on the standard deviation of the error by noise and rounding in each mean value."""
+        variance = self.shares * (self.share_variance + 0.25)
+        return math.sqrt(variance) / self.scale / self.shares
+
+
+@dataclass(frozen=True)
+class SumGrid(NoisyGrid):
+    """The grid of a sum of clients' clipped vectors; the privacy unit is a client.
+
+    ``mechanism``: the distribution of the noise. ``bits``: the number of bits of a sent number. ``headroom``: the
+    number of standard deviations of the sum that fit into half of the modulus.
+    """
+
+    mechanism: Mechanism = "skellam"
+    bits: int = 16
+    headroom: float = 4.0
+
+    @property
+    def cure(self) -> str:
+        """Return advice, as a noun phrase, for sums whose rounding is too coarse."""
+        return "more bits"
+
+    @property
+    def padded(self) -> int:
+        """Return the length of a zero-padded vector: the smallest power of two that is at least ``dimension``."""
+        return 1 << (self.dimension - 1).bit_length()
 
     @cached_property
     def scale(self) -> float:
@@ -183,12 +171,6 @@ class SumGrid:
         """Return the largest L1 norm of a client's rounded vector: for whole numbers, at most the squared L2 norm."""
         return min(math.sqrt(self.padded) * self.l2, float(self.most_squared))
 
-    @cached_property
-    def share_variance(self) -> float:
-        """Return the variance of one client's noise, in squared grid steps, rounded up to a multiple of 2^-10."""
-        wanted = (self.noise_multiplier * self.clipping_norm * self.scale) ** 2 / self.shares
-        return math.ceil(wanted * VARIANCE_STEPS) / VARIANCE_STEPS
-
     def event(self, present: int) -> dp_event.DpEvent:
         """Return the privacy event of a sum that contains the noise of ``present`` clients.
 
@@ -203,12 +185,6 @@ class SumGrid:
         if self.mechanism == "skellam":
             return SkellamDpEvent(variance, self.l1, self.l2)
         return DiscreteGaussiansDpEvent(variance, self.l1, self.l2, shares=counted, dimension=self.padded)
-
-    @property
-    def std_of_mean(self) -> float:
-        """Return an upper bound on the standard deviation of the error by noise and rounding in each mean value."""
-        variance = self.shares * (self.share_variance + 0.25)
-        return math.sqrt(variance) / self.scale / self.shares
 
 
 def noise_for(grid: NoisyGrid, rounds: int, epsilon: float, delta: float) -> float:

@@ -13,9 +13,9 @@ the clients' noises add up to it.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 from dp_accounting import dp_event
@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from fl_sim.errors import UserError
 from fl_sim.privacy.events import SkellamDpEvent
-from fl_sim.privacy.integer_noise import VARIANCE_STEPS, Mechanism, drawn
+from fl_sim.privacy.integer_noise import Mechanism, drawn
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.modular_sums import signed
+from fl_sim.privacy.modular_sums import NoisyGrid, signed
 
 BITS: Final = 40
 """The number of bits of a sent number."""
@@ -40,22 +40,8 @@ _TAIL: Final = 16  # no noise number is further from 0 than this number of stand
 
 
 @dataclass(frozen=True)
-class RecordGrid:
-    """The rounding grid and the noise of a noisy sum of per-record gradients. All fields are public.
-
-    ``dimension``: the length of a gradient. ``shares``: the number of clients whose noise adds up to the planned noise.
-    ``clipping_norm``: the largest L2 norm of a record's gradient. ``noise_multiplier``: the planned standard deviation
-    of the noise on each number of the sum, divided by ``clipping_norm``.
-    """
-
-    dimension: int
-    shares: int
-    clipping_norm: float
-    noise_multiplier: float
-
-    def with_noise(self, noise_multiplier: float) -> Self:
-        """Return the grid for another noise multiplier."""
-        return replace(self, noise_multiplier=noise_multiplier)
+class RecordGrid(NoisyGrid):
+    """The grid of a sum of records' clipped gradients; the privacy unit is a record."""
 
     @property
     def mechanism(self) -> Mechanism:
@@ -76,16 +62,6 @@ class RecordGrid:
     def bits(self) -> int:
         """Return the number of bits of a sent number."""
         return BITS
-
-    @property
-    def modulus(self) -> int:
-        """Return the modulus, 2^40: clients send numbers, and the server gets sums, modulo this number."""
-        return 1 << BITS
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size in bytes of the message that a client sends for one sum."""
-        return self.dimension * BITS // 8
 
     @property
     def scale(self) -> float:
@@ -110,12 +86,6 @@ class RecordGrid:
         """Return the largest L1 norm of the same change: for whole numbers, at most the squared L2 norm."""
         return min(math.sqrt(self.dimension) * self.l2, self.l2**2)
 
-    @cached_property
-    def share_variance(self) -> float:
-        """Return the variance of one client's noise, in squared grid steps: a multiple of 2^-10."""
-        wanted = (self.noise_multiplier * self.clipping_norm * self.scale) ** 2 / self.shares
-        return math.ceil(wanted * VARIANCE_STEPS) / VARIANCE_STEPS
-
     def event(self, present: int) -> dp_event.DpEvent:
         """Return the privacy event of a sum that contains the noise of ``present`` clients.
 
@@ -124,11 +94,6 @@ class RecordGrid:
         """
         assert present > 0
         return SkellamDpEvent(min(present, self.shares) * self.share_variance, self.l1, self.l2)
-
-    @property
-    def std_of_mean(self) -> float:
-        """Return an upper bound on the standard deviation of the error in each number of the mean over clients."""
-        return math.sqrt((self.share_variance + 0.25) / self.shares) / self.scale
 
     def check_records(self, num_records: int) -> None:
         """Raise UserError if a sum of ``num_records`` gradients could exceed the range of 40 bits."""

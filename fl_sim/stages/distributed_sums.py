@@ -113,7 +113,7 @@ class DistributedSumsBill(Stage):
 
         It contains the parameters of the noisy sums, and two lists of rounds. ``unopened``: the rounds whose sum was
         not revealed to the server, because the privacy budget did not allow the sum's cost. ``wrapped``: the rounds
-        whose sum overflowed.
+        whose sum overflowed. Sums of gradients never do.
         """
         grid, layer = self.grid, self._layer
         return {
@@ -167,17 +167,3 @@ class DistributedGradientsBill(DistributedSumsBill):
         )
         advice = delta_advice(settings.delta, records)
         return [said, *([advice] if advice else [])]
-
-    def facts(self) -> Mapping[str, Any]:
-        """Return the field ``distributed_sums`` for ``result.json``: the noise, the grid, and the unopened rounds."""
-        grid, layer = self.grid, self._layer
-        return {
-            "distributed_sums": {
-                "mechanism": grid.mechanism,
-                "noise_multiplier": grid.noise_multiplier,
-                "bits": grid.bits,
-                "numbers": grid.padded,
-                "scale": grid.scale,
-                "unopened": layer.unopened if layer else [],
-            }
-        }

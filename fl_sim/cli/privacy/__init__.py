@@ -45,6 +45,15 @@ _Noise = Annotated[
     ),
 ]
 _Delta = Annotated[float, typer.Option(help="The delta: well below 1 / number of protected units.")]
+_SumNoise = Annotated[
+    float | None,
+    typer.Option(
+        help="Noise of all clients together, divided by the clipping norm; computed if left out.", min=1e-6, max=1e6
+    ),
+]
+_Dropped = Annotated[
+    int, typer.Option(help="Also compute the epsilon if this number of clients drops out in each round.")
+]
 _Epsilon = Annotated[float | None, typer.Option(help="Largest allowed epsilon; if left out, the epsilon is computed.")]
 _Accountant = Annotated[
     Literal["rdp", "pld"], typer.Option(help="The accountant of the plan; the epsilons of both accountants are shown.")
@@ -199,12 +208,7 @@ def distributed_dp(  # noqa: PLR0913 (one parameter per option)
     parameters: Annotated[
         int, typer.Option(help="Number of values that a client sends, such as the model's size.", min=1)
     ],
-    noise_multiplier: Annotated[
-        float | None,
-        typer.Option(
-            help="Noise of all clients together, divided by the clipping norm; computed if left out.", min=1e-6, max=1e6
-        ),
-    ] = None,
+    noise_multiplier: _SumNoise = None,
     rounds: Annotated[
         int | None,
         typer.Option(
@@ -218,9 +222,7 @@ def distributed_dp(  # noqa: PLR0913 (one parameter per option)
     ] = "skellam",
     bits: Annotated[int, typer.Option(help="Bits of each sent number.", min=8, max=20)] = 16,
     headroom: Annotated[float, typer.Option(help="2^bits / 2, in standard deviations of a sum.", min=1)] = 4.0,
-    dropped: Annotated[
-        int, typer.Option(help="Also compute the epsilon if this number of clients drops out in each round.")
-    ] = 0,
+    dropped: _Dropped = 0,
     json_output: _Json = False,
 ) -> None:
     """Plan privacy without a trusted server: give two of --noise-multiplier, --rounds and --epsilon.
@@ -248,21 +250,14 @@ def distributed_dp_sgd(  # noqa: PLR0913 (one parameter per option)
     clients: Annotated[int, typer.Option(help="Number of clients that answer in a round.", min=1)],
     records: Annotated[int, typer.Option(help="Number of records of all clients together.", min=1)],
     parameters: Annotated[int, typer.Option(help="Number of trained parameters.", min=1)],
-    noise_multiplier: Annotated[
-        float | None,
-        typer.Option(
-            help="Noise of all clients together, divided by the clipping norm; computed if left out.", min=1e-6, max=1e6
-        ),
-    ] = None,
+    noise_multiplier: _SumNoise = None,
     rounds: Annotated[
         int | None,
         typer.Option(help="Rounds, each a step; if left out, the largest number that --epsilon allows.", min=1),
     ] = None,
     delta: _Delta = 1e-5,
     epsilon: _Epsilon = None,
-    dropped: Annotated[
-        int, typer.Option(help="Also compute the epsilon if this number of clients drops out in each round.")
-    ] = 0,
+    dropped: _Dropped = 0,
     json_output: _Json = False,
 ) -> None:
     """Plan DP-SGD without a trusted server: give two of --noise-multiplier, --rounds and --epsilon.
